@@ -1,0 +1,181 @@
+"""Source -> Kernel by Triton's own compiler, for the GPU here or for a named target, with its resource report."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from dsv4tune.codegen.op import Argument
+from dsv4tune.codegen.problem import Silicon
+from dsv4tune.codegen.render import Source
+
+
+class CompileError(Exception):
+    """The compiler refused a variant; the first line of its message."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a compiled variant takes.
+
+    Attributes:
+        registers: a thread's.
+        stack_bytes: a thread's local memory, spills and indexed arrays together.
+        spill_bytes: bytes that one thread stores to and loads from spilled registers.
+        shared_bytes: a program's shared memory, static and dynamic.
+        mma: the matrix instruction, by its PTX name; "" if there is none.
+        native_fp8: whether that instruction takes e4m3 operands.
+        async_copy: "tma", "cp.async" or "".
+        instructions: machine instructions in the binary.
+        seconds: time the compiler took; 0 where its cache had it.
+        binary: SHA-256 of the machine code; equal binaries need measuring once.
+    """
+
+    registers: int
+    stack_bytes: int
+    spill_bytes: int
+    shared_bytes: int
+    mma: str
+    native_fp8: bool
+    async_copy: str
+    instructions: int
+    seconds: float
+    binary: str
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def refusal(self, silicon: Silicon) -> str | None:
+        """Why this binary can't be launched on that silicon, or None."""
+        if self.shared_bytes > silicon.shared_bytes:
+            return (
+                f"needs {self.shared_bytes} B of shared memory, {silicon.target} allows {silicon.shared_bytes} B "
+                "a program"
+            )
+        return None
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A compiled variant: Triton's kernel object and what it takes."""
+
+    source: Source
+    report: Report
+    compiled: Any
+
+
+def compile_source(source: Source, arguments: Sequence[Argument], silicon: Silicon) -> Kernel:
+    """Compile one variant; Triton's cache answers for a text that it has seen.
+
+    Raises:
+        CompileError: the compiler refused it.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    started = time.perf_counter()
+    try:
+        module = source.load()
+        divisible = {(i,): [["tt.divisibility", 16]] for i, a in enumerate(arguments) if a.aligned}
+        ast = ASTSource(fn=module.kernel, signature={a.name: a.type for a in arguments}, attrs=divisible)
+        # Triton 3.9 announces another default for fused multiply-add: say which one is meant.
+        options = {**module.OPTIONS, "enable_fp_fusion": True}
+        compiled = triton.compile(ast, target=GPUTarget("cuda", silicon.arch, 32), options=options)
+    except Exception as error:
+        raise CompileError(_first_line(error)) from error
+    return Kernel(source, _report(compiled, time.perf_counter() - started), compiled)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
+
+
+# -- the report -------------------------------------------------------------------------------------------------
+
+_MMA = re.compile(r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)[\w.:]*")
+_USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
+_SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
+
+
+def _report(compiled: Any, seconds: float) -> Report:
+    ptx = compiled.asm["ptx"]
+    cubin = compiled.asm["cubin"]
+    registers, stack, static, local = _usage(cubin)
+    names = _MMA.findall(ptx)
+    mma = max(set(names), key=names.count) if names else ""
+    copy = "tma" if "cp.async.bulk" in ptx else "cp.async" if "cp.async" in ptx else ""
+    stack = max(stack, local)
+    return Report(
+        registers=registers,
+        stack_bytes=stack,
+        # Registers can only spill to the stack, so the assembler is asked again only where there is one.
+        spill_bytes=_spills(ptx, compiled.metadata.target.arch) if stack else 0,
+        # Triton asks for its memory at launch; what the machine code reserves itself comes on top.
+        shared_bytes=compiled.metadata.shared + static,
+        mma=mma,
+        native_fp8="e4m3" in mma or "f8f6f4" in mma,
+        async_copy=copy,
+        instructions=sum(1 for line in ptx.splitlines() if line.startswith("\t") and line.endswith(";")),
+        seconds=round(seconds, 3),
+        binary=hashlib.sha256(cubin).hexdigest(),
+    )
+
+
+@lru_cache(maxsize=1)
+def nvidia_tools() -> Path:
+    """Triton's wheel carries the assembler and the object dumper."""
+    import triton
+
+    return Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+def ptxas_version(arch: int) -> str:
+    return _ptxas_version(_ptxas(arch))
+
+
+@lru_cache(maxsize=2)
+def _ptxas_version(path: Path) -> str:
+    try:
+        text = subprocess.run([str(path), "--version"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    found = re.search(r"V(\d+\.\d+\.\d+)", text)
+    return found.group(1) if found else "unknown"
+
+
+def _ptxas(arch: int) -> Path:
+    return nvidia_tools() / ("ptxas-blackwell" if arch >= 100 else "ptxas")
+
+
+def _usage(cubin: bytes) -> tuple[int, int, int, int]:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
+        f.write(cubin)
+        f.flush()
+        dumper = [str(nvidia_tools() / "cuobjdump"), "-res-usage", f.name]
+        text = subprocess.run(dumper, capture_output=True, text=True, timeout=60).stdout
+    found = _USAGE.search(text)
+    if found is None:
+        raise CompileError("cuobjdump printed no resource usage for the compiled kernel")
+    registers, stack, shared, local = (int(n) for n in found.groups())
+    return registers, stack, shared, local
+
+
+def _spills(ptx: str, arch: int) -> int:
+    target = re.search(r"^\.target\s+(\w+)", ptx, re.MULTILINE)
+    assert target is not None
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.ptx"
+        path.write_text(ptx)
+        command = [str(_ptxas(arch)), "-v", f"--gpu-name={target.group(1)}", str(path), "-o", str(path) + ".cubin"]
+        text = subprocess.run(command, capture_output=True, text=True, timeout=120).stderr
+    return max((int(a) + int(b) for a, b in _SPILLS.findall(text)), default=0)

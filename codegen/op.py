@@ -1,0 +1,172 @@
+"""The seam between an op and everything else: what an op tells, so that no other room knows its shapes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+
+from dsv4tune.codegen.devices import Device
+from dsv4tune.codegen.problem import Problem, Profile, Silicon
+from dsv4tune.codegen.space import Config, Space
+
+if TYPE_CHECKING:
+    import torch
+
+P = TypeVar("P", bound=Problem)
+#: The tensors of one call.
+C = TypeVar("C")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a variant is launched: from shapes only, never from lengths.
+
+    Attributes:
+        grid: programs; only the first dimension is used, because the others end at 65,535.
+        scratch_bytes: memory that must live as long as a graph may replay the launch.
+    """
+
+    grid: tuple[int, int, int]
+    scratch_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One kernel argument as the compiler sees it; ``aligned`` promises a multiple of 16."""
+
+    name: str
+    type: str
+    aligned: bool = False
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one launch makes the card do, for the cost model.
+
+    Attributes:
+        programs: the grid.
+        steps: all steps of all programs.
+        longest: steps of the busiest program.
+        step_bytes: bytes that a step loads.
+        step_scores: products of a step, tokens times heads.
+        scanned: lengths that every program reads before it knows its share.
+        fixed_bytes: bytes besides those of the steps.
+    """
+
+    programs: int
+    steps: int
+    longest: int
+    step_bytes: int
+    step_scores: int
+    scanned: int
+    fixed_bytes: int
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a check found: the worst error, and the first thing that was wrong, if any."""
+
+    error: float
+    problem: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.problem is None
+
+
+class Op(ABC, Generic[P, C]):
+    """One kernel: its problem, space, templates, launch plan, inputs and float64 reference."""
+
+    name: ClassVar[str]
+    #: Config words that only the launch plan reads: variants that differ in them alone share a binary.
+    plan_words: ClassVar[tuple[str, ...]] = ()
+
+    @abstractmethod
+    def problem(self, rows: int, silicon: Silicon, **options: Any) -> P: ...
+
+    @abstractmethod
+    def problem_from_json(self, data: dict[str, Any]) -> P: ...
+
+    @abstractmethod
+    def width(self, max_context: int, draft_tokens: int) -> int:
+        """Columns of a call on a server of this context length."""
+
+    @abstractmethod
+    def profile(self, problem: P, width: int) -> Profile:
+        """The live lengths that an entry is scored over unless the user says otherwise."""
+
+    @abstractmethod
+    def space(self, problem: P, device: Device) -> Space: ...
+
+    @abstractmethod
+    def default(self, problem: P, device: Device) -> Config:
+        """A sound config where nothing was tuned."""
+
+    @abstractmethod
+    def reference_config(self, problem: P, device: Device) -> Config:
+        """The design that the project starts from, reported beside the winner."""
+
+    @abstractmethod
+    def template_values(self, problem: P, config: Config) -> dict[str, Any]:
+        """What the template needs besides the problem and the config."""
+
+    @abstractmethod
+    def arguments(self, problem: P, config: Config) -> Sequence[Argument]: ...
+
+    @abstractmethod
+    def plan(self, problem: P, config: Config, width: int) -> Plan: ...
+
+    @abstractmethod
+    def work(self, problem: P, config: Config, profile: Profile, length: int) -> Work: ...
+
+    @abstractmethod
+    def bind(self, problem: P, config: Config, call: C) -> list[Any]:
+        """The launcher's arguments for one call, without a device-to-host copy.
+
+        Raises:
+            ValueError: a tensor's shape, dtype, stride or alignment is not one that the kernel takes.
+        """
+
+    @abstractmethod
+    def unchecked(self, config: Config) -> str | None:
+        """Why a variant can't be executed away from its own silicon, or None where it can."""
+
+    # -- checking and timing ------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def small(self, problem: P) -> tuple[P, int]:
+        """A problem and width that the interpreter gets through, for the same rendered source."""
+
+    @abstractmethod
+    def cases(self, problem: P, width: int, lengths: Sequence[int], device: str, seed: int) -> Iterator[tuple[str, C]]:
+        """Named calls that hold the contract's edge cases, every `lengths` among them, outputs poisoned."""
+
+    @abstractmethod
+    def expect(self, problem: P, call: C) -> Any:
+        """The float64 reference of a call, computed from the same bytes."""
+
+    @abstractmethod
+    def verify(self, problem: P, call: C, expected: Any) -> Verdict:
+        """Compare what a kernel left in the call's output with `expect`'s answer; poisons the output again."""
+
+    @abstractmethod
+    def timing_sets(
+        self, problem: P, profile: Profile, length: int, sets: int, device: str, seed: int, pool: Any
+    ) -> list[C]:
+        """Calls on different bytes; `pool` is what `timing_pool` made."""
+
+    @abstractmethod
+    def timing_pool(self, problem: P, profile: Profile, min_bytes: int, device: str, seed: int) -> Any: ...
+
+    @abstractmethod
+    def bytes_moved(self, problem: P, profile: Profile, length: int) -> int:
+        """Bytes that any kernel must move once: the byte floor of one call."""
+
+    @abstractmethod
+    def memory_needed(self, problem: P, profile: Profile, length: int) -> int:
+        """Device bytes that measuring this length takes."""
+
+    @abstractmethod
+    def output(self, call: C) -> torch.Tensor: ...

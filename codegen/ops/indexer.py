@@ -1,0 +1,351 @@
+"""The indexer: paged FP8 MQA logits of DeepSeek-V4's sparse attention.
+
+``logits[r, t] = scale[t] * sum_h weights[r, h] * relu(q[r, h] . k[t])`` for every live token t of row r, where k and
+scale lie in pages that the row's table names. Source of the contract: SGLang 0.5.23,
+srt/layers/attention/dsv4/indexer.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from dsv4tune.codegen.devices import KB, Device
+from dsv4tune.codegen.op import Argument, Op, Plan, Verdict, Work
+from dsv4tune.codegen.ops import indexer_check
+from dsv4tune.codegen.ops.indexer_call import IndexerCall
+from dsv4tune.codegen.problem import Problem, Profile, Silicon
+from dsv4tune.codegen.space import Config, Parameter, Refusal, Space
+
+#: Bytes a token takes in a page beyond its values, by cache layout.
+LAYOUTS = {"fp8_fp32_scale": 4}
+
+#: Above this many rows the scan of all lengths costs more than it balances, and its vector leaves the registers.
+MAX_SCANNED_ROWS = 2048
+
+#: Prefill chunks come through the same function: rows of one prompt with causal lengths.
+PREFILL_ROWS = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexerProblem(Problem):
+    """Shapes of the indexer's calls.
+
+    Attributes:
+        rows: query tokens of a call (batch, times draft tokens when verifying).
+        heads: index heads; never split over ranks.
+        head_dim: e4m3 bytes of one key.
+        page_size: tokens a page.
+        layout: what a page holds, a word of `LAYOUTS`.
+        clean: whether columns at or past a row's length are set to -inf.
+    """
+
+    op = "indexer"
+    heads: int = 64
+    head_dim: int = 128
+    page_size: int = 64
+    layout: str = "fp8_fp32_scale"
+    clean: bool = False
+
+    def __post_init__(self) -> None:
+        if self.rows < 1:
+            raise ValueError(f"rows must be at least 1, not {self.rows}")
+        if self.layout not in LAYOUTS:
+            raise ValueError(f"unknown layout '{self.layout}': use one of {', '.join(LAYOUTS)}")
+        if self.heads not in (16, 32, 64, 128) or self.head_dim != 128 or self.page_size != 64:
+            raise ValueError(
+                f"heads={self.heads} head_dim={self.head_dim} page_size={self.page_size}: the templates serve "
+                "16, 32, 64 or 128 heads of 128 and pages of 64"
+            )
+
+    @property
+    def page_bytes(self) -> int:
+        return self.page_size * (self.head_dim + LAYOUTS[self.layout])
+
+
+class Indexer(Op[IndexerProblem, IndexerCall]):
+    name = "indexer"
+    plan_words = ("splits", "programs_per_sm")
+
+    def problem(self, rows: int, silicon: Silicon, **options: Any) -> IndexerProblem:
+        return IndexerProblem(rows=rows, silicon=silicon, **options)
+
+    def problem_from_json(self, data: dict[str, Any]) -> IndexerProblem:
+        values = {k: v for k, v in data.items() if k not in ("op", "silicon")}
+        return IndexerProblem(silicon=Silicon(**data["silicon"]), **values)
+
+    def width(self, max_context: int, draft_tokens: int) -> int:
+        """SGLang's page table spans the context, 4 spare tokens and the draft tokens, in pages of 256 tokens.
+
+        One compressed entry stands for 4 tokens, so a page holds 64 of them.
+        """
+        return -(-(max_context + 4 + draft_tokens) // 256) * 64
+
+    def profile(self, problem: IndexerProblem, width: int) -> Profile:
+        if problem.rows >= PREFILL_ROWS:
+            lengths = tuple(sorted({min(n, width) for n in (2048, 32768)}))
+            return Profile(width, lengths, (1.0,) * len(lengths), causal=True)
+        lengths = tuple(sorted({min(n, width) for n in (128, 2048, 32768, width)}))
+        return Profile(width, lengths, (1.0,) * len(lengths))
+
+    # -- space --------------------------------------------------------------------------------------------------
+
+    def space(self, problem: IndexerProblem, device: Device) -> Space:
+        scaled = problem.silicon.arch in (100, 120, 121)
+        parameters = (
+            Parameter("dialect", ("triton",), "language of the template"),
+            Parameter(
+                "schedule",
+                ("page_grid", "split", "persistent", "hybrid"),
+                "which program takes which tile of live tokens",
+            ),
+            Parameter("load", ("pointer", "tma"), "how keys come into shared memory"),
+            Parameter("operand_order", ("kq", "qk"), "tokens or heads as the rows of the product"),
+            Parameter("dot", ("fp8", "block_scaled") if scaled else ("fp8",), "matrix instruction"),
+            Parameter("block_t", (64, 128, 256), "tokens a step"),
+            Parameter("heads_per_step", (problem.heads // 2, problem.heads), "heads multiplied at once"),
+            Parameter("splits", (0, *(1 << i for i in range(11))), "programs a row (schedule split)"),
+            Parameter("programs_per_sm", (0, 2, 3, 4, 5, 6), "programs an SM (persistent, hybrid)"),
+            Parameter("num_warps", (2, 4, 8), "warps a program"),
+            Parameter("num_stages", (1, 2, 3, 4, 6), "buffers of the load pipeline"),
+        )
+        return Space(parameters, lambda config: refuse(problem, device, config))
+
+    def default(self, problem: IndexerProblem, device: Device) -> Config:
+        scan = problem.rows <= MAX_SCANNED_ROWS
+        values: dict[str, int | str] = {
+            "dialect": "triton",
+            "schedule": "hybrid" if scan else "split",
+            "load": "tma" if problem.silicon.arch in (90, 100) else "pointer",
+            "operand_order": "kq",
+            "dot": "fp8",
+            "block_t": 64,
+            "heads_per_step": problem.heads,
+            "splits": 0 if scan else 1,
+            "programs_per_sm": 4 if scan else 0,
+            "num_warps": 4,
+            "num_stages": 4 if problem.silicon.arch in (90, 100) else 2,
+        }
+        config = Config(values)
+        reason = refuse(problem, device, config)
+        if reason is None:
+            return config
+        return min(self.space(problem, device).valid(), key=lambda c: self.space(problem, device).distance(config, c))
+
+    def reference_config(self, problem: IndexerProblem, device: Device) -> Config:
+        return self.default(problem, device).with_(
+            schedule="page_grid", load="pointer", splits=0, programs_per_sm=0, num_stages=1
+        )
+
+    # -- render, compile, launch --------------------------------------------------------------------------------
+
+    def template_values(self, problem: IndexerProblem, config: Config) -> dict[str, Any]:
+        return {"rows_ceil": 1 << (problem.rows - 1).bit_length()}
+
+    def arguments(self, problem: IndexerProblem, config: Config) -> Sequence[Argument]:
+        pool = [Argument("kv", "*u8", True)]
+        if config["load"] == "tma":
+            pool.append(Argument("kv_desc", f"tensordesc<fp8e4nv[{problem.page_size}, {problem.head_dim}]>"))
+        return [
+            Argument("q", "*fp8e4nv", True),
+            *pool,
+            Argument("weights", "*fp32", True),
+            # Slices of larger tensors: no promise of alignment.
+            Argument("seq_lens", "*i32"),
+            Argument("page_table", "*i32"),
+            Argument("logits", "*fp32", True),
+            Argument("rows", "i32"),
+            Argument("pages", "i32"),
+            Argument("width", "i32", True),
+            Argument("lens_stride", "i32"),
+            Argument("table_stride", "i64"),
+            Argument("logits_stride", "i64", True),
+        ]
+
+    def plan(self, problem: IndexerProblem, config: Config, width: int) -> Plan:
+        schedule = config["schedule"]
+        if schedule == "page_grid":
+            programs = problem.rows * -(-width // config.int("block_t"))
+        elif schedule == "split":
+            programs = problem.rows * config.int("splits")
+        else:
+            resident = problem.silicon.sm_count * config.int("programs_per_sm")
+            if schedule == "persistent":
+                programs = resident
+            else:
+                # A whole number of programs a row, and no more than the row has pages.
+                programs = problem.rows * max(1, min(resident // problem.rows, width // problem.page_size))
+        return Plan((programs, 1, 1))
+
+    def work(self, problem: IndexerProblem, config: Config, profile: Profile, length: int) -> Work:
+        block_t = config.int("block_t")
+        rows = indexer_check.row_lengths(problem.rows, length, profile.causal)
+        tiles = (rows + block_t - 1) // block_t
+        total, most = int(tiles.sum()), int(tiles.max())
+        programs = self.plan(problem, config, profile.width).grid[0]
+        schedule = config["schedule"]
+        scanned = problem.rows if schedule in ("persistent", "hybrid") else 0
+        if schedule == "page_grid":
+            longest = 1
+        elif schedule == "split":
+            longest = -(-most // config.int("splits"))
+        elif schedule == "persistent":
+            longest = -(-total // programs)
+        else:
+            direct = programs // problem.rows
+            left = int((tiles - direct).clamp(min=0).sum())
+            longest = 1 + -(-left // programs)
+            scanned = scanned if left else scanned // 2
+        return Work(
+            programs=programs,
+            steps=total,
+            longest=longest,
+            step_bytes=block_t // problem.page_size * problem.page_bytes,
+            step_scores=block_t * problem.heads,
+            scanned=scanned,
+            fixed_bytes=problem.rows * problem.heads * (problem.head_dim + 4) + int(rows.sum()) * 4,
+        )
+
+    def bind(self, problem: IndexerProblem, config: Config, call: IndexerCall) -> list[Any]:
+        call.validate(problem.heads, problem.head_dim, problem.page_size, problem.page_bytes)
+        rows = call.q.shape[0]
+        pool: list[Any] = [call.kv]
+        if config["load"] == "tma":
+            # Imported here: a serving process without Triton can still plan.
+            from triton.tools.tensor_descriptor import TensorDescriptor
+
+            matrix = call.kv.view(torch.float8_e4m3fn).view(-1, problem.head_dim)
+            pool.append(TensorDescriptor.from_tensor(matrix, [problem.page_size, problem.head_dim]))
+        return [
+            call.q,
+            *pool,
+            call.weights,
+            call.seq_lens,
+            call.page_table,
+            call.logits,
+            rows,
+            call.kv.shape[0],
+            call.width,
+            call.seq_lens.stride(0),
+            call.page_table.stride(0),
+            call.logits.stride(0),
+        ]
+
+    def unchecked(self, config: Config) -> str | None:
+        if config["dot"] == "block_scaled":
+            return "block-scaled MMA runs on its own silicon only"
+        return None
+
+    # -- checking and timing ------------------------------------------------------------------------------------
+
+    def small(self, problem: IndexerProblem) -> tuple[IndexerProblem, int]:
+        # Few SMs: every schedule has programs with several tiles, with one, and with none.
+        silicon = replace(problem.silicon, sm_count=4)
+        return replace(problem, rows=min(problem.rows, 5), silicon=silicon), 5 * problem.page_size
+
+    def cases(
+        self, problem: IndexerProblem, width: int, lengths: Sequence[int], device: str, seed: int
+    ) -> Iterator[tuple[str, IndexerCall]]:
+        yield from indexer_check.cases(problem, width, lengths, device, seed)
+
+    def expect(self, problem: IndexerProblem, call: IndexerCall) -> indexer_check.Expected:
+        return indexer_check.expect(problem, call)
+
+    def verify(self, problem: IndexerProblem, call: IndexerCall, expected: indexer_check.Expected) -> Verdict:
+        return indexer_check.verify(problem, call, expected)
+
+    def timing_pool(
+        self, problem: IndexerProblem, profile: Profile, min_bytes: int, device: str, seed: int
+    ) -> torch.Tensor:
+        live = max(self._live_pages(problem, profile, n) for n in profile.lengths)
+        pages = max(live, -(-min_bytes // problem.page_bytes))
+        return indexer_check.random_pool(problem, pages, device, seed)
+
+    def timing_sets(
+        self,
+        problem: IndexerProblem,
+        profile: Profile,
+        length: int,
+        sets: int,
+        device: str,
+        seed: int,
+        pool: torch.Tensor,
+    ) -> list[IndexerCall]:
+        return indexer_check.timing_sets(problem, profile, length, sets, device, seed, pool)
+
+    def bytes_moved(self, problem: IndexerProblem, profile: Profile, length: int) -> int:
+        tokens = indexer_check.row_lengths(problem.rows, length, profile.causal).sum().item()
+        per_row = problem.heads * (problem.head_dim + 4) + 4
+        keys = self._live_pages(problem, profile, length) * problem.page_bytes
+        return int(keys + tokens * 4 + problem.rows * per_row)
+
+    def memory_needed(self, problem: IndexerProblem, profile: Profile, length: int) -> int:
+        tables = problem.rows * (profile.width // problem.page_size) * 4
+        logits = problem.rows * profile.width * 4
+        pool = self._live_pages(problem, profile, length) * problem.page_bytes
+        # The peer's own output, ours, and the check's float64 reference of one row.
+        return pool + 2 * logits + 32 * tables + length * problem.heads * 16
+
+    def _live_pages(self, problem: IndexerProblem, profile: Profile, length: int) -> int:
+        """Distinct pages of one call: rows of one prompt share theirs."""
+        pages = -(-length // problem.page_size)
+        return pages if profile.causal else pages * problem.rows
+
+    def output(self, call: IndexerCall) -> torch.Tensor:
+        return call.logits
+
+
+def refuse(problem: IndexerProblem, device: Device, config: Config) -> Refusal:
+    """The whole constraint set: the first reason why this config is no candidate, or None."""
+    arch = problem.silicon.arch
+    rows = problem.rows
+    sms = problem.silicon.sm_count
+    schedule = config["schedule"]
+    block_t, splits, per_sm = config.int("block_t"), config.int("splits"), config.int("programs_per_sm")
+    warps, stages, heads = config.int("num_warps"), config.int("num_stages"), config.int("heads_per_step")
+
+    if (splits > 0) != (schedule == "split"):
+        return "splits belongs to the split schedule, which needs it"
+    if (per_sm > 0) != (schedule in ("persistent", "hybrid")):
+        return "programs_per_sm belongs to the persistent and hybrid schedules, which need it"
+    if schedule in ("persistent", "hybrid") and rows > MAX_SCANNED_ROWS:
+        return f"{rows} rows: the scan of all lengths serves up to {MAX_SCANNED_ROWS}"
+    if schedule == "hybrid" and rows > sms * per_sm:
+        return f"{rows} rows are more than the {sms * per_sm} resident programs: none would take a second tile"
+    if schedule == "split":
+        if rows * splits > max(8 * sms, 4 * rows):
+            return f"{rows * splits} programs are more than 8 for each of {sms} SMs and 4 for each row"
+        if rows * splits < min(sms, rows * 1024) and splits < 1024 and rows * splits * 2 <= sms:
+            return f"{rows * splits} programs leave at least half of {sms} SMs idle"
+    if (stages == 1) != (schedule == "page_grid"):
+        return "page_grid has no loop to pipeline (num_stages 1); the others have one (2 or more)"
+    if config["load"] == "tma":
+        if arch < 90:
+            return f"sm_{arch} has no TMA (sm_90 and newer have)"
+        if block_t > 128:
+            return "a TMA step of more than 2 boxes: the same bytes in flight as more stages"
+    if heads < problem.heads and block_t < 128:
+        return "splitting the heads of a 64-token step only repeats its loads"
+    if config["operand_order"] == "qk" and (heads < problem.heads or warps > 4 or block_t > 64):
+        return "heads as rows: all heads at once, 4 warps, one page a step"
+    if warps == 2 and (arch in (90, 100) or block_t > 64):
+        return "2 warps: one page a step, and not the MMA of sm_90 and sm_100, which takes 4 warps"
+    if warps == 8 and block_t < 128:
+        return "8 warps need 128 tokens to share"
+    if warps == 4 and block_t > 128:
+        return "256 tokens need 8 warps: the accumulator would fill the registers"
+    if config["dot"] == "block_scaled":
+        if arch not in (100, 120, 121):
+            return f"sm_{arch} has no block-scaled MMA"
+        if config["operand_order"] != "kq" or heads < problem.heads or stages not in (1, 3):
+            return "block-scaled: tokens as rows, all heads at once, 3 stages"
+    # Buffers of the pipeline and one of the queries; the compiler's own figure is held against the limit again.
+    need = stages * block_t * problem.head_dim + problem.heads * problem.head_dim
+    if need > problem.silicon.shared_bytes:
+        return f"about {need} B of shared memory are more than the {problem.silicon.shared_bytes} B of {device.name}"
+    if per_sm * (need + KB) > device.sm_shared_bytes:
+        return f"{per_sm} programs of about {need} B don't fit the {device.sm_shared_bytes} B of an SM"
+    return None

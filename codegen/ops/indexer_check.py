@@ -1,0 +1,283 @@
+"""Inputs, float64 reference and judgement for the indexer, from one set of quantised bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from dsv4tune.codegen.op import Verdict
+from dsv4tune.codegen.ops.indexer_call import IndexerCall
+from dsv4tune.codegen.problem import Profile
+
+if TYPE_CHECKING:
+    from dsv4tune.codegen.ops.indexer import IndexerProblem
+
+#: Relative L2 error that a row may have, and how far under the 512th score a pick may lie.
+TOLERANCE = 1e-3
+TOP_K = 512
+#: Rows this short cancel: fp8 MMA accumulates with reduced precision, so a plain relative error says nothing there.
+SHORT_ROW = 64
+
+#: Live tokens of one check: their float64 reference takes 8 bytes each.
+MAX_CHECKED_TOKENS = 1 << 27
+
+_NAN_BYTE = 0x7F  # NaN in e4m3
+_POISON = 0x7FC0BEEF  # a NaN payload that no kernel computes
+_GUARD_COLUMNS = 64
+
+
+def row_lengths(rows: int, length: int, causal: bool) -> torch.Tensor:
+    """Live tokens of each row: the same everywhere, or those of consecutive queries of one prompt.
+
+    A compressed entry stands for 4 tokens, so 4 neighbouring queries see the same entries.
+    """
+    if not causal:
+        return torch.full((rows,), length, dtype=torch.int32)
+    back = torch.arange(rows - 1, -1, -1, dtype=torch.int32) // 4
+    return (length - back).clamp(min=0)
+
+
+def random_pool(problem: IndexerProblem, pages: int, device: str, seed: int) -> torch.Tensor:
+    """uint8 ``[pages, page_bytes]``: normally distributed e4m3 values and positive scales, no NaN."""
+    generator = torch.Generator(device).manual_seed(seed)
+    values = problem.page_size * problem.head_dim
+    pool = torch.empty(pages, problem.page_bytes, dtype=torch.uint8, device=device)
+    step = 1 << 14  # keeps the fp32 values of a part under 1 GB
+    for i in range(0, pages, step):
+        part = pool[i : i + step]
+        noise = torch.randn(part.shape[0], values, device=device, generator=generator) * 64.0
+        part[:, :values] = noise.to(torch.float8_e4m3fn).view(torch.uint8)
+        scale = torch.rand(part.shape[0], problem.page_size, device=device, generator=generator) * 0.02 + 0.005
+        part[:, values:] = scale.view(torch.uint8)
+    return pool
+
+
+def _call(
+    problem: IndexerProblem,
+    pool: torch.Tensor,
+    seq_lens: torch.Tensor,
+    page_table: torch.Tensor,
+    logits: torch.Tensor,
+    guard: torch.Tensor | None,
+    generator: torch.Generator,
+) -> IndexerCall:
+    device = pool.device
+    rows = seq_lens.shape[0]
+    q = torch.randn(rows, problem.heads, problem.head_dim, device=device, generator=generator)
+    weights = torch.randn(rows, problem.heads, device=device, generator=generator) * 0.05
+    return IndexerCall(q.to(torch.float8_e4m3fn), pool, weights, seq_lens, page_table, logits, guard)
+
+
+# -- checking ---------------------------------------------------------------------------------------------------
+
+
+def cases(
+    problem: IndexerProblem, width: int, lengths: Sequence[int], device: str, seed: int
+) -> Iterator[tuple[str, IndexerCall]]:
+    """Lengths 0, 1, 63, 64, 65, every one of `lengths` and random ones, spread over the rows of as few calls as hold
+    them, then all rows at the maximum; every unused page, page tail and table entry poisoned.
+
+    Pages may be shared by rows, except a row's last: its tail is poisoned.
+    """
+    rows, page = problem.rows, problem.page_size
+    random = torch.Generator().manual_seed(seed)
+    wanted = [n for n in (0, 1, page - 1, page, page + 1, *lengths) if n <= width]
+    wanted += torch.randint(0, width + 1, (2,), generator=random).tolist()
+    most = min(width, max(page, MAX_CHECKED_TOKENS // rows))
+    while len(wanted) % rows:
+        wanted.append(int(torch.randint(0, most + 1, (1,), generator=random)))
+    batches = [(f"mixed {i // rows}", wanted[i : i + rows]) for i in range(0, len(wanted), rows)]
+    if rows > 1:
+        # As many rows at the maximum as the reference has memory for.
+        full = min(rows, max(1, MAX_CHECKED_TOKENS // width))
+        batches.append(("maximum", [width] * full + [page] * (rows - full)))
+        batches.append(("empty", [0] * rows))
+        batches.append(("straggler", [width] + [1] * (rows - 1)))
+    for number, (name, batch) in enumerate(batches):
+        yield name, _poisoned_case(problem, width, batch, device, seed + number)
+
+
+def _poisoned_case(problem: IndexerProblem, width: int, batch: list[int], device: str, seed: int) -> IndexerCall:
+    rows, page = problem.rows, problem.page_size
+    generator = torch.Generator(device).manual_seed(seed)
+    lens = torch.tensor(batch, dtype=torch.int32, device=device)
+    table_width = width // page
+    full = lens // page  # whole live pages of each row
+    # Shared whole pages, one private last page a row, and stale pages that nothing live names.
+    shared = int(full.max().clamp(min=1)) + 7
+    stale = 5
+    pool = random_pool(problem, shared + rows + stale, device, seed)
+    values = page * problem.head_dim
+
+    order = torch.randperm(pool.shape[0], device=device, generator=generator).to(torch.int32)
+    shared_ids, private_ids, stale_ids = order[:shared], order[shared : shared + rows], order[shared + rows :]
+    poison_values = torch.full((values,), _NAN_BYTE, dtype=torch.uint8, device=device)
+    poison_scales = torch.full((page,), float("inf"), device=device).view(torch.uint8)
+    pool[stale_ids.long(), :values] = poison_values
+    pool[stale_ids.long(), values:] = poison_scales
+    tail = torch.arange(page, device=device)[None, :] >= (lens % page)[:, None]
+    private = pool[private_ids.long()]
+    private_values = private[:, :values].view(rows, page, problem.head_dim)
+    private_values.masked_fill_(tail[:, :, None], _NAN_BYTE)
+    scales = private[:, values:].contiguous().view(torch.float32)
+    scales[tail] = float("inf")
+    private[:, values:] = scales.view(torch.uint8)
+    pool[private_ids.long()] = private
+
+    # A table wider than the call, so that its row stride is not the width.
+    column = torch.arange(table_width + 3, device=device)[None, :]
+    shift = torch.randint(0, shared, (rows, 1), device=device, generator=generator)
+    table = shared_ids[(column + shift) % shared]
+    table = torch.where(column == full[:, None], private_ids[:, None], table)
+    dead = column >= (lens[:, None] + page - 1) // page
+    # Stale entries of the kinds seen: a freed page, no page, an id outside the pool.
+    kinds = torch.stack([stale_ids[0], stale_ids.new_tensor(-1), stale_ids.new_tensor(2**31 - 1)])
+    table = torch.where(dead, kinds[(column + torch.arange(rows, device=device)[:, None]) % 3], table)
+
+    guard = torch.empty(rows + 2, width + _GUARD_COLUMNS, dtype=torch.float32, device=device)
+    guard.view(torch.int32).fill_(_POISON)
+    logits = guard[1:-1, :width]
+    # A slice with stride 2, as a caller may pass.
+    spaced = torch.stack([lens, torch.full_like(lens, 2**30)], dim=1)[:, 0]
+    return _call(problem, pool, spaced, table.to(torch.int32).contiguous(), logits, guard, generator)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Expected values of some rows of similar length, padded to the longest."""
+
+    index: torch.Tensor  # [n]
+    live: torch.Tensor  # bool [n, longest]
+    want: torch.Tensor  # float64 [n, longest]
+    norm: torch.Tensor  # float64 [n]; what an error is relative to
+    floor: torch.Tensor  # float64 [n]; the lowest score that a top-512 pick may have, -inf for short rows
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a call must leave in its output."""
+
+    rows: list[_Rows]
+    lengths: list[int]
+
+
+def reference(problem: IndexerProblem, call: IndexerCall, row: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """float64 logits of one row's live tokens, and the same sum over |weights|: the scale of the rounding."""
+    pages = call.page_table[row, : -(-length // problem.page_size)].long()
+    values = problem.page_size * problem.head_dim
+    page = call.kv[pages]
+    k = page[:, :values].contiguous().view(torch.float8_e4m3fn).float().double().view(-1, problem.head_dim)[:length]
+    scale = page[:, values:].contiguous().view(torch.float32).double().view(-1)[:length]
+    relu = (k @ call.q[row].float().double().T).relu_()
+    weights = call.weights[row].double()
+    return scale * (relu @ weights), scale * (relu @ weights.abs())
+
+
+def expect(problem: IndexerProblem, call: IndexerCall) -> Expected:
+    lengths = [max(0, min(n, call.width)) for n in call.seq_lens.tolist()]
+    order = sorted((row for row, n in enumerate(lengths) if n > 0), key=lambda row: lengths[row])
+    groups: list[_Rows] = []
+    while order:
+        # Rows of similar length side by side: at most this many padded values at once.
+        count = 1
+        while (
+            count < len(order)
+            and (count + 1) * lengths[order[-1 - count]] <= 1 << 24
+            and (lengths[order[-1 - count]] * 2 >= lengths[order[-1]])
+        ):
+            count += 1
+        groups.append(_expected_rows(problem, call, order[-count:], lengths))
+        del order[-count:]
+    return Expected(groups, lengths)
+
+
+def _expected_rows(problem: IndexerProblem, call: IndexerCall, rows: list[int], lengths: list[int]) -> _Rows:
+    device = call.kv.device
+    longest = max(lengths[row] for row in rows)
+    live = (
+        torch.arange(longest, device=device)[None, :] < torch.tensor([lengths[r] for r in rows], device=device)[:, None]
+    )
+    want = torch.zeros(len(rows), longest, dtype=torch.float64, device=device)
+    norm = torch.empty(len(rows), dtype=torch.float64, device=device)
+    floor = torch.full((len(rows),), float("-inf"), dtype=torch.float64, device=device)
+    for i, row in enumerate(rows):
+        length = lengths[row]
+        want[i, :length], magnitude = reference(problem, call, row, length)
+        scores = want[i, :length]
+        norm[i] = magnitude.norm() if length < SHORT_ROW else scores.norm()
+        if length > TOP_K:
+            threshold = scores.topk(TOP_K).values[-1]
+            # A threshold near zero is as exact as the row's scores are, not as exact as itself.
+            floor[i] = threshold - TOLERANCE * torch.maximum(threshold.abs(), scores.square().mean().sqrt())
+    return _Rows(torch.tensor(rows, device=device), live, want, norm.clamp(min=1e-300), floor)
+
+
+def verify(problem: IndexerProblem, call: IndexerCall, expected: Expected) -> Verdict:
+    """Judge the call's output; see `TOLERANCE`. Leaves the output poisoned again."""
+    worst, wrong = 0.0, None
+    for group in expected.rows:
+        got = call.logits[group.index, : group.want.shape[1]].double().masked_fill_(~group.live, 0.0)
+        errors = (got - group.want).norm(dim=1) / group.norm
+        errors = torch.where(errors.isfinite(), errors, float("inf"))
+        worst = max(worst, float(errors.max()))
+        if worst > TOLERANCE and wrong is None:
+            row = int(group.index[errors.argmax()])
+            wrong = f"row {row}, length {expected.lengths[row]}: relative error {worst:.1e}"
+        if group.want.shape[1] > TOP_K:
+            picks = got.masked_fill(~group.live, float("-inf")).nan_to_num(nan=float("-inf")).topk(TOP_K).indices
+            low = group.want.gather(1, picks).amin(dim=1) < group.floor
+            if bool(low.any()) and wrong is None:
+                wrong = f"row {int(group.index[low][0])}: a top-{TOP_K} pick scores below the {TOP_K}th"
+    wrong = wrong or _outside(problem, call, expected)
+    if call.guard is not None:
+        call.guard.view(torch.int32).fill_(_POISON)
+    return Verdict(worst, wrong)
+
+
+def _outside(problem: IndexerProblem, call: IndexerCall, expected: Expected) -> str | None:
+    """Whether anything was written, or left unwritten, where the contract says otherwise."""
+    if problem.clean:
+        column = torch.arange(call.width, device=call.kv.device)
+        for row, length in enumerate(expected.lengths):
+            if not bool((call.logits[row][column >= length] == float("-inf")).all()):
+                return f"row {row}: a column past length {length} is not -inf"
+    else:
+        empty = [row for row, length in enumerate(expected.lengths) if length == 0]
+        if not _untouched(call.logits[empty]):
+            return "a row of length 0 was written"
+    if call.guard is not None:
+        edges = (call.guard[0], call.guard[-1], call.guard[:, call.width :])
+        if not all(_untouched(edge) for edge in edges):
+            return "memory outside the rows was written"
+    return None
+
+
+def _untouched(tensor: torch.Tensor) -> bool:
+    return bool((tensor.view(torch.int32) == _POISON).all())
+
+
+# -- timing -----------------------------------------------------------------------------------------------------
+
+
+def timing_sets(
+    problem: IndexerProblem, profile: Profile, length: int, sets: int, device: str, seed: int, pool: torch.Tensor
+) -> list[IndexerCall]:
+    """Calls over different pages of `pool` and one output, as a server's graph reuses its own."""
+    generator = torch.Generator(device).manual_seed(seed)
+    rows, page = problem.rows, problem.page_size
+    lens = row_lengths(rows, length, profile.causal).to(device)
+    table_width = profile.width // page
+    live = -(-length // page)
+    logits = torch.empty(rows, profile.width, dtype=torch.float32, device=device)
+    calls = []
+    order = torch.randperm(pool.shape[0], device=device, generator=generator).to(torch.int32)
+    for number in range(sets):
+        table = torch.zeros(rows, table_width, dtype=torch.int32, device=device)
+        need = live if profile.causal else live * rows
+        ids = order[torch.arange(number * need, (number + 1) * need, device=device) % order.shape[0]]
+        table[:, :live] = ids if profile.causal else ids.view(rows, live)
+        calls.append(_call(problem, pool, lens.clone(), table, logits, None, generator))
+    return calls

@@ -1,0 +1,95 @@
+"""What a kernel is tuned for: the silicon, the shapes and the layout, under one canonical key."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+
+@dataclass(frozen=True, order=True)
+class Silicon:
+    """The part of a GPU that decides whether a tuned entry applies; product names only inform.
+
+    Attributes:
+        capability: CUDA compute capability with its minor, ``"12.0"``.
+        sm_count: streaming multiprocessors that are enabled.
+        shared_bytes: shared memory that one program may opt in to.
+    """
+
+    capability: str
+    sm_count: int
+    shared_bytes: int
+
+    @property
+    def arch(self) -> int:
+        """The capability as the compiler's number, ``120``."""
+        major, minor = self.capability.split(".")
+        return int(major) * 10 + int(minor)
+
+    @property
+    def target(self) -> str:
+        return f"sm_{self.arch}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Base of the ops' problems; every field is part of the key.
+
+    Table widths and live lengths are not here: they are the range that an entry was measured over.
+    """
+
+    op: ClassVar[str]
+    rows: int
+    silicon: Silicon
+
+    @property
+    def label(self) -> str:
+        """The shapes as one line, without the silicon."""
+        return " ".join(f"{name}={value}" for name, value in self._shape().items())
+
+    @property
+    def key(self) -> str:
+        s = self.silicon
+        return f"{self.op} {self.label} {s.target} sms={s.sm_count} shared={s.shared_bytes}"
+
+    def to_json(self) -> dict[str, Any]:
+        return {"op": self.op, **self._shape(), "silicon": dataclasses.asdict(self.silicon)}
+
+    def _shape(self) -> dict[str, Any]:
+        names = sorted(f.name for f in dataclasses.fields(self) if f.name != "silicon")
+        return {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The live lengths that one config must serve, and what each counts.
+
+    Attributes:
+        width: columns of the call, the configured maximum; a multiple of the page size.
+        lengths: live tokens of every row (of the last row where ``causal``).
+        weights: one weight a length for the geometric mean.
+        causal: rows are consecutive queries of one prompt that ends at the length.
+    """
+
+    width: int
+    lengths: tuple[int, ...]
+    weights: tuple[float, ...]
+    causal: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.lengths or len(self.lengths) != len(self.weights):
+            raise ValueError("a profile needs one weight for each of its lengths, and at least one length")
+        if any(w <= 0 for w in self.weights):
+            raise ValueError("profile weights must be above 0")
+        bad = [n for n in self.lengths if not 0 < n <= self.width]
+        if bad:
+            raise ValueError(f"live length {bad[0]} is outside 1..{self.width}, the width that the context allows")
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "width": self.width,
+            "lengths": list(self.lengths),
+            "weights": list(self.weights),
+            "causal": self.causal,
+        }

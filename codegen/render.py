@@ -1,0 +1,92 @@
+"""(op, problem, config) -> a readable Triton module, saved under its content hash and imported from there."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import sys
+import tempfile
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jinja2
+import platformdirs
+
+from dsv4tune.codegen.op import Op
+from dsv4tune.codegen.problem import Problem
+from dsv4tune.codegen.space import Config
+
+
+def cache_folder() -> Path:
+    """Where rendered sources lie: ``$DSV4TUNE_CACHE``, else the user's cache folder."""
+    return Path(os.environ.get("DSV4TUNE_CACHE") or platformdirs.user_cache_path("dsv4tune"))
+
+
+@dataclass(frozen=True)
+class Source:
+    """One rendered variant.
+
+    Attributes:
+        name: module name, the op and the start of the hash.
+        text: the module.
+        sha: SHA-256 of the text; a variant's identity wherever it goes.
+    """
+
+    name: str
+    text: str
+    sha: str
+
+    @property
+    def path(self) -> Path:
+        return cache_folder() / "source" / f"{self.name}.py"
+
+    def save(self) -> Path:
+        """Write the module unless it is there; other processes see all of it or nothing.
+
+        Raises:
+            OSError: the cache folder can't be written.
+        """
+        path = self.path
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+            with os.fdopen(handle, "w", encoding="utf-8") as f:
+                f.write(self.text)
+            os.replace(temporary, path)
+        return path
+
+    def load(self) -> ModuleType:
+        """The imported module; Triton reads a kernel's source from its file."""
+        name = f"dsv4tune_rendered.{self.name}"
+        if name not in sys.modules:
+            spec = importlib.util.spec_from_file_location(name, self.save())
+            assert spec is not None and spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            sys.modules[name] = module
+        return sys.modules[name]
+
+
+@lru_cache(maxsize=1)
+def environment() -> jinja2.Environment:
+    return jinja2.Environment(
+        loader=jinja2.PackageLoader("dsv4tune", "templates"),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+
+
+def render(op: Op[Any, Any], problem: Problem, config: Config) -> Source:
+    """Knobs that only change the launch plan leave the text, and so the binary, as it is."""
+    template = environment().get_template(f"{op.name}.{config['dialect']}.py.j2")
+    structure = {name: value for name, value in config.items() if name not in op.plan_words}
+    text = template.render(problem=problem, config=config, structure=structure, **op.template_values(problem, config))
+    sha = hashlib.sha256(text.encode()).hexdigest()
+    return Source(f"{op.name}_{sha[:16]}", text, sha)

@@ -1,0 +1,273 @@
+"""The ``dsv4tune`` command: parse, call one function, print."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from dsv4tune import __version__
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=True,
+    pretty_exceptions_enable=False,
+    help="Tune and generate DeepSeek-V4's decode kernels for your own GPU.",
+)
+
+
+class Sampler(str, Enum):
+    tpe = "tpe"
+    random = "random"
+    grid = "grid"
+
+
+Db = Annotated[
+    Path | None, typer.Option("--db", help="SQLite database [default: $DSV4TUNE_DB, else the user's data folder]")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout; everything else goes to stderr.")]
+
+
+def fail(error: object) -> NoReturn:
+    """One line on stderr, exit status 2."""
+    typer.echo(f"dsv4tune: {error}", err=True)
+    raise typer.Exit(2)
+
+
+def say(text: str) -> None:
+    typer.echo(text, err=True)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"dsv4tune {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command("search")
+def search_command(
+    kernel: Annotated[str, typer.Option(help="What to tune: indexer.")],
+    target: Annotated[str | None, typer.Option(help="Compute capability, such as sm_120; needs no GPU.")] = None,
+    device: Annotated[str | None, typer.Option(help="Card, such as rtx-pro-6000; needs no GPU.")] = None,
+    rows: Annotated[
+        str, typer.Option(help="Query rows of a call: 64, a list 1,16,64, or 'captured' for SGLang's graph sizes.")
+    ] = "64",
+    max_context: Annotated[str, typer.Option(help="Context length of the server, in tokens.")] = "1048576",
+    draft_tokens: Annotated[int, typer.Option(min=0, help="Draft tokens of speculative decoding.")] = 0,
+    lengths: Annotated[str | None, typer.Option(help="Live lengths to score over, such as 128,2048.")] = None,
+    weights: Annotated[str | None, typer.Option(help="What each length counts, such as 1,2.")] = None,
+    trials: Annotated[int, typer.Option(help="Candidates for a problem, those of earlier runs included.")] = 64,
+    budget: Annotated[str | None, typer.Option(help="Stop after this time, such as 90s, 10m or 1h.")] = None,
+    sampler: Annotated[Sampler, typer.Option(help="How candidates are proposed.")] = Sampler.tpe,
+    seed: Annotated[int, typer.Option(help="Of the sampler and the inputs.")] = 0,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Compiler processes [default: one a core]")] = None,
+    db: Db = None,
+    as_json: AsJson = False,
+) -> None:
+    """Search for the fastest capture-safe config of a kernel and keep it in the database.
+
+    Measures on the GPU here; without one (or for another card) it compiles, checks through Triton's interpreter and
+    predicts. Stops at --trials, --budget or Ctrl-C, and goes on from there when run again.
+
+    Exit status: 0 with a best config, 1 with none, 2 for bad input.
+    """
+    from dsv4tune.codegen import ops
+    from dsv4tune.tools import tune
+    from dsv4tune.tuned import store
+
+    try:
+        ops.get(kernel)
+        card, on_gpu = tune.choose_device(device, target)
+        if trials < 1:
+            raise ValueError(f"--trials must be at least 1, not {trials}")
+        request = tune.Request(
+            kernel=kernel,
+            rows=_rows(rows),
+            max_context=_number(max_context, "--max-context"),
+            draft_tokens=draft_tokens,
+            device=card,
+            on_gpu=on_gpu,
+            trials=trials,
+            budget_s=None if budget is None else _duration(budget),
+            seed=seed,
+            sampler=sampler.value,
+            jobs=jobs,
+            db=db or store.default_path(),
+            lengths=None if lengths is None else [_number(n, "--lengths") for n in lengths.split(",")],
+            weights=None if weights is None else [_weight(w) for w in weights.split(",")],
+        )
+        say(f"{'measuring on' if on_gpu else 'predicting for'} {card.name} ({card.silicon.target})")
+        results = tune.tune(request, say)
+    except (ValueError, store.StoreError, OSError) as error:
+        fail(error)
+    if as_json:
+        typer.echo(json.dumps(results[0] if len(request.rows) == 1 else {"results": results}))
+    else:
+        for result in results:
+            typer.echo(_summary(result))
+    if any(result["best"] is None for result in results):
+        raise typer.Exit(1)
+
+
+@app.command("list")
+def list_command(
+    kernel: Annotated[str | None, typer.Option(help="Only this kernel.")] = None,
+    db: Db = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the problems in the database with the best config of each."""
+    from dsv4tune.tools import catalogue
+
+    rows = _reading(lambda: catalogue.overview(_db(db), kernel))
+    if as_json:
+        typer.echo(json.dumps(rows))
+        return
+    for row in rows:
+        best = row["best"]
+        typer.echo(f"{row['problem']['key']}: {sum(row['trials'].values())} trials")
+        typer.echo(f"  {_line(best)}" if best else "  nothing usable")
+
+
+@app.command("show")
+def show_command(
+    kernel: Annotated[str, typer.Option(help="Kernel of the problem.")],
+    rows: Annotated[int, typer.Option(help="Rows of the problem.")],
+    target: Annotated[str | None, typer.Option(help="Only this compute capability, such as sm_120.")] = None,
+    db: Db = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show the best config of a problem: its words, resources, evidence and rendered source."""
+    from dsv4tune.tools import catalogue
+
+    found = _reading(lambda: catalogue.details(_db(db), kernel, rows, target))
+    if as_json:
+        typer.echo(json.dumps(found[0] if len(found) == 1 else {"results": found}))
+        return
+    for one in found:
+        typer.echo(f"{one['problem']['key']}")
+        typer.echo(f"  {_line(one)}")
+        typer.echo(f"  error {one['error']:.1e} against float64, checked by {one['checked_by']}")
+        r = one["resources"]
+        typer.echo(
+            f"  {r['registers']} registers, {r['spill_bytes']} B spilled, {r['shared_bytes']} B shared, {r['mma']}"
+            + (f", {r['async_copy']}" if r["async_copy"] else "")
+        )
+        e = one["environment"]
+        typer.echo(f"  dsv4tune {e['dsv4tune']}, Triton {e['triton']}, ptxas {e['ptxas']}, torch {e['torch']}")
+        typer.echo(f"  source {one['source']}")
+
+
+@app.command("export")
+def export_command(
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="File to write [default: stdout]")] = None,
+    kernel: Annotated[str | None, typer.Option(help="Only this kernel.")] = None,
+    db: Db = None,
+) -> None:
+    """Write the best entries as reviewable JSON; the same database gives the same bytes."""
+    from dsv4tune.tools import catalogue
+
+    text, left_out = _reading(lambda: catalogue.export(_db(db), kernel))
+    for line in left_out:
+        say(line)
+    if output is None:
+        sys.stdout.write(text)
+        return
+    try:
+        catalogue.write_whole(output, text)
+    except OSError as error:
+        fail(f"can't write {output} ({error.strerror or error}): choose another file with -o")
+
+
+# -- parsing and printing ---------------------------------------------------------------------------------------
+
+
+def _db(db: Path | None) -> Path:
+    from dsv4tune.tuned.store import default_path
+
+    return db or default_path()
+
+
+def _reading(read: Any) -> Any:
+    from dsv4tune.tuned.store import StoreError
+
+    try:
+        return read()
+    except (StoreError, ValueError) as error:
+        fail(error)
+
+
+_UNITS = {"": 1, "k": 1024, "m": 1024**2}
+
+
+def _number(text: str, option: str) -> int:
+    """A count, with 1024-based k and M as context lengths have them."""
+    found = re.fullmatch(r"(\d+)([kKmM]?)", text.strip())
+    if found is None or int(found[1]) == 0:
+        raise ValueError(f"{option} takes whole numbers above 0, such as 131072 or 128k, not '{text}'")
+    return int(found[1]) * _UNITS[found[2].lower()]
+
+
+def _weight(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"--weights takes numbers, such as 1,2,0.5, not '{text}'") from None
+
+
+def _rows(text: str) -> list[int]:
+    from dsv4tune.tools.tune import CAPTURED
+
+    if text == "captured":
+        return list(CAPTURED)
+    return list(dict.fromkeys(_number(part, "--rows") for part in text.split(",")))
+
+
+def _duration(text: str) -> float:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(s|m|h)?", text.strip())
+    if found is None:
+        raise ValueError(f"--budget takes a time such as 90s, 10m or 1h, not '{text}'")
+    return float(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2] or "s"]
+
+
+def _summary(result: dict[str, Any]) -> str:
+    trials, best = result["trials"], result["best"]
+    counts = ", ".join(f"{n} {name}" for name, n in trials.items() if n and name != "total")
+    lines = [
+        f"{result['problem']['key']}",
+        f"  {result['status']}: {result['tried']} tried in {result['seconds']:.1f} s, "
+        f"{trials['total']} trials stored ({counts})",
+    ]
+    lines.append(f"  {_line(best)}" if best else "  nothing usable")
+    for name, reference in result["references"].items():
+        if "missing" not in reference:
+            lines.append(f"  {name} ({reference['version']}): {_times(reference['times_us'])}")
+    lines.append(f"  stored in {result['db']}")
+    return "\n".join(lines)
+
+
+def _line(best: dict[str, Any]) -> str:
+    times = best.get("measured_us") or best["predicted_us"]
+    words = " ".join(f"{k}={v}" for k, v in best["config"].items())
+    return f"{best['provenance']}: {_times(times)}; {best['score']:.3f} of {best['yardstick']}; {words}"
+
+
+def _times(times: dict[Any, float]) -> str:
+    return ", ".join(f"{us:.2f} us at {length}" for length, us in times.items())
+
+
+if __name__ == "__main__":
+    app()

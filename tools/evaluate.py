@@ -1,0 +1,196 @@
+"""One candidate's way: compile in one process, check and time in another, and a finished trial at the end of it."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from importlib import metadata
+from typing import Any
+
+from dsv4tune import __version__
+from dsv4tune.codegen import cost, ops
+from dsv4tune.codegen.compile import Report, ptxas_version
+from dsv4tune.codegen.op import Verdict
+from dsv4tune.codegen.problem import Profile
+from dsv4tune.codegen.render import render
+from dsv4tune.codegen.space import Config
+from dsv4tune.tools import gpu
+from dsv4tune.tools.measure import Measured, Setup, compile_job, device_job, interpret_job
+from dsv4tune.tools.workers import Answer, Pool, collect
+from dsv4tune.tuned.records import Baseline, DeviceRecord, Environment, Range, Resources, Trial
+
+#: Seconds that one compile, and one check with its timing, may take.
+COMPILE_LIMIT_S, JUDGE_LIMIT_S = 60.0, 120.0
+
+
+@dataclass
+class Pools:
+    """The processes of a search; they outlive the problem, because starting one takes seconds."""
+
+    compilers: Pool
+    judges: Pool
+    on_gpu: bool
+
+    @classmethod
+    def start(cls, jobs: int, on_gpu: bool) -> Pools:
+        compilers = Pool(jobs, COMPILE_LIMIT_S, {"CUDA_VISIBLE_DEVICES": ""})
+        if on_gpu:
+            return cls(compilers, Pool(1, JUDGE_LIMIT_S), True)
+        interpret = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
+        return cls(compilers, Pool(jobs, JUDGE_LIMIT_S, interpret), False)
+
+    def ask(self, pool: Pool, function: Any, *arguments: Any) -> Answer:
+        """One job, waited for, while nothing else runs."""
+        pool.submit(None, function, *arguments)
+        while True:
+            for _, answer in collect([pool], 1.0):
+                return answer
+
+    def close(self) -> None:
+        self.compilers.close()
+        self.judges.close()
+
+
+def environment(arch: int, on_gpu: bool) -> Environment:
+    state = gpu.state() if on_gpu else gpu.State()
+    return Environment(
+        dsv4tune=__version__,
+        triton=metadata.version("triton"),
+        ptxas=ptxas_version(arch),
+        torch=metadata.version("torch"),
+        driver=state.driver,
+        clocks=state.clocks,
+    )
+
+
+def score(times: Mapping[int, float], against: Mapping[int, float], profile: Profile) -> float:
+    """Weighted geometric mean over the profile of time against the yardstick's."""
+    total = sum(profile.weights)
+    logs = (w * math.log(times[n] / against[n]) for n, w in zip(profile.lengths, profile.weights, strict=True))
+    return math.exp(sum(logs) / total)
+
+
+class Evaluation:
+    """Evaluates configs of one problem; see `dsv4tune.tools.search.Evaluator`."""
+
+    def __init__(self, setup: Setup, pools: Pools, baseline: Baseline | None, jobs: int) -> None:
+        self.setup, self.pools, self.baseline, self.jobs = setup, pools, baseline, jobs
+        self.op = ops.get(setup.problem.op)
+        self.environment = environment(setup.problem.silicon.arch, pools.on_gpu)
+        self.floors = {n: self.floor_us(n) for n in setup.profile.lengths}
+        self._reports: dict[Config, tuple[str, Report, float]] = {}
+
+    def floor_us(self, length: int) -> float:
+        """Every byte once at the vendor's bandwidth."""
+        return self.op.bytes_moved(self.setup.problem, self.setup.profile, length) / self.setup.device.bandwidth * 1e6
+
+    @property
+    def capacity(self) -> int:
+        # Enough compiled ahead that the one GPU never waits, few enough that the sampler learns.
+        return self.jobs + 2 if self.pools.on_gpu else self.jobs * 2
+
+    def submit(self, config: Config) -> None:
+        self.pools.compilers.submit(config, compile_job, self.setup.problem, config)
+
+    def collect(self, timeout: float) -> list[tuple[Config, Trial]]:
+        done = []
+        for pool, answer in collect([self.pools.compilers, self.pools.judges], timeout):
+            config: Config = answer.tag
+            trial = self._compiled(config, answer) if pool is self.pools.compilers else self._judged(config, answer)
+            if trial is not None:
+                done.append((config, trial))
+        return done
+
+    def _compiled(self, config: Config, answer: Answer) -> Trial | None:
+        """A trial that ends at the compiler, or None where the candidate goes on to its check."""
+        if answer.kind != "ok":
+            status = "timeout" if answer.kind == "timeout" else "failed"
+            return self._trial(config, status, reason=f"compile: {answer.reason}", seconds=answer.seconds)
+        source_sha, report = answer.value
+        self._reports[config] = (source_sha, report, answer.seconds)
+        refusal = report.refusal(self.setup.problem.silicon)
+        if refusal is None and not self.pools.on_gpu and report.spill_bytes:
+            refusal = f"spills {report.spill_bytes} B a thread: a prediction is no ground for using it"
+        if refusal is not None:
+            return self._trial(config, "refused", reason=refusal)
+        unchecked = None if self.pools.on_gpu else self.op.unchecked(config)
+        if unchecked is not None:
+            return self._trial(config, "unchecked", reason=unchecked)
+        if self.pools.on_gpu:
+            name = self.baseline.name if self.baseline is not None else None
+            self.pools.judges.submit(config, device_job, self.setup, config, name)
+        else:
+            self.pools.judges.submit(config, interpret_job, self.setup.problem, config)
+        return None
+
+    def _judged(self, config: Config, answer: Answer) -> Trial:
+        seconds = answer.seconds
+        if answer.kind != "ok":
+            status = "timeout" if answer.kind == "timeout" else "failed"
+            return self._trial(config, status, reason=answer.reason, seconds=seconds)
+        measured = answer.value if self.pools.on_gpu else self._predicted(config, answer.value)
+        verdict: Verdict = measured.verdict
+        error = verdict.error if math.isfinite(verdict.error) else None
+        if not verdict.ok:
+            return self._trial(config, "wrong", reason=verdict.problem or "", error=error, seconds=seconds)
+        times = {n: t.us for n, t in measured.timings.items()}
+        spread = {n: t.spread for n, t in measured.timings.items()}
+        beside = {n: t.baseline_us for n, t in measured.timings.items() if t.baseline_us is not None}
+        baseline = None
+        if self.baseline is not None and beside:
+            baseline = Baseline(name=self.baseline.name, version=self.baseline.version, times_us=_rounded(beside))
+        return self._trial(
+            config,
+            "ok",
+            score=round(score(times, beside or self.floors, self.setup.profile), 6),
+            yardstick=baseline.name if baseline is not None else "byte floor",
+            times_us=_rounded(times),
+            spread=_rounded(spread),
+            baseline=baseline,
+            error=error,
+            checked_by="gpu" if self.pools.on_gpu else "interpreter",
+            warnings=list(measured.warnings),
+            seconds=seconds,
+        )
+
+    def _predicted(self, config: Config, verdict: Verdict) -> Measured:
+        from dsv4tune.tools.measure import Timing
+
+        _, report, _ = self._reports[config]
+        problem, profile, device = self.setup.problem, self.setup.profile, self.setup.device
+        timings = {
+            n: Timing(cost.predict_us(self.op, problem, config, profile, n, report, device), 0.0)
+            for n in profile.lengths
+        }
+        return Measured(verdict, timings)
+
+    def _trial(self, config: Config, status: Any, seconds: float = 0.0, **result: Any) -> Trial:
+        problem, device = self.setup.problem, self.setup.device
+        sha, report, compiling = self._reports.pop(config, (None, None, 0.0))
+        return Trial(
+            problem=problem.to_json(),
+            problem_key=problem.key,
+            device=DeviceRecord(**asdict(device.silicon), l2_bytes=device.l2_bytes, name=device.name),
+            environment=self.environment,
+            config=dict(config),
+            source_sha=sha or render(self.op, problem, config).sha,
+            status=status,
+            provenance="measured" if self.pools.on_gpu else "predicted",
+            range=Range(**self.setup.profile.to_json()),
+            resources=Resources(**report.to_json()) if report is not None else None,
+            seed=self.setup.seed,
+            seconds=round(compiling + seconds, 3),
+            finished_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            **result,
+        )
+
+
+def _rounded(values: Mapping[int, float]) -> dict[int, float]:
+    return {n: round(v, 4) for n, v in values.items()}
+
+
+def default_jobs() -> int:
+    return max(1, len(os.sched_getaffinity(0)))

@@ -1,0 +1,294 @@
+"""The main job: for each problem, search its space and leave the best config in the database."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dsv4tune.codegen import devices, ops
+from dsv4tune.codegen.devices import Device
+from dsv4tune.codegen.op import Op
+from dsv4tune.codegen.problem import Problem, Profile
+from dsv4tune.codegen.render import cache_folder, render
+from dsv4tune.codegen.space import Config
+from dsv4tune.tools import measure, peers
+from dsv4tune.tools.evaluate import Evaluation, Pools, default_jobs
+from dsv4tune.tools.measure import Setup
+from dsv4tune.tools.search import Proposer, Result, search
+from dsv4tune.tuned.records import Baseline, Range, Trial
+from dsv4tune.tuned.store import Store
+
+#: Rows of the graphs that SGLang 0.5.23 captures up to 512 requests (model_executor's default sizes).
+CAPTURED = (1, 2, 4, 8, 12, *range(16, 257, 8), *range(272, 513, 16))
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asked for."""
+
+    kernel: str
+    rows: Sequence[int]
+    max_context: int
+    draft_tokens: int
+    device: Device
+    on_gpu: bool
+    trials: int
+    budget_s: float | None
+    seed: int
+    sampler: str
+    jobs: int | None
+    db: Path
+    lengths: Sequence[int] | None = None
+    weights: Sequence[float] | None = None
+
+
+#: Told what happens; the command line prints it.
+Say = Callable[[str], None]
+
+
+def choose_device(device: str | None, target: str | None) -> tuple[Device, bool]:
+    """The card to tune for, and whether it is the one here.
+
+    Raises:
+        ValueError: unknown words, a GPU without fp8, or one that is not the named card.
+    """
+    if device is None and target is None:
+        found = devices.here()
+        return (found, True) if found is not None else (devices.named(), False)
+    wanted = devices.named(device, target)
+    found = devices.here() if device is None and wanted.silicon.target == _target_here() else None
+    return (found, True) if found is not None else (wanted, False)
+
+
+def _target_here() -> str | None:
+    try:
+        found = devices.here()
+    except ValueError:
+        return None
+    return found.silicon.target if found is not None else None
+
+
+def tune(request: Request, say: Say) -> list[dict[str, Any]]:
+    """Search every problem of the request; one result each, in order.
+
+    Raises:
+        ValueError: a problem that the kernel does not serve.
+        StoreError: the database can't be written.
+        OSError: the cache folder can't be written.
+    """
+    op = ops.get(request.kernel)
+    problems = [op.problem(rows, request.device.silicon) for rows in request.rows]
+    width = op.width(request.max_context, request.draft_tokens)
+    profiles = [_profile(op, problem, width, request) for problem in problems]
+    _try_writing(cache_folder())
+    store = Store(request.db)
+    for note in store.notes:
+        say(note)
+    jobs = request.jobs or default_jobs()
+    pools = Pools.start(jobs, request.on_gpu)
+    deadline = None if request.budget_s is None else time.monotonic() + request.budget_s
+    previous = signal.signal(signal.SIGTERM, _interrupt)
+    results = []
+    try:
+        for problem, profile in zip(problems, profiles, strict=True):
+            result = _tune_one(op, problem, profile, request, store, pools, jobs, deadline, say)
+            results.append(result)
+            if result["status"] == "interrupted":
+                break
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+        pools.close()
+        store.close()
+    return results
+
+
+def _interrupt(number: int, frame: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def _try_writing(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    probe = folder / ".writable"
+    probe.touch()
+    probe.unlink(missing_ok=True)
+
+
+def _profile(op: Op[Any, Any], problem: Problem, width: int, request: Request) -> Profile:
+    profile: Profile = op.profile(problem, width)
+    if request.lengths is None:
+        return profile
+    weights = request.weights or (1.0,) * len(request.lengths)
+    return Profile(width, tuple(request.lengths), tuple(weights), profile.causal)
+
+
+def _tune_one(
+    op: Op[Any, Any],
+    problem: Problem,
+    profile: Profile,
+    request: Request,
+    store: Store,
+    pools: Pools,
+    jobs: int,
+    deadline: float | None,
+    say: Say,
+) -> dict[str, Any]:
+    started = time.monotonic()
+    result = Result(status="interrupted")
+    baseline: Baseline | None = None
+    references: dict[str, Any] = {}
+    try:
+        setup = Setup(problem, profile, request.device, request.seed)
+        if request.on_gpu:
+            setup = _fitting(op, setup, pools, say)
+            baseline, references = _baseline(setup, pools, say)
+        evaluation = Evaluation(setup, pools, baseline, jobs)
+        space = op.space(problem, request.device)
+        first = [op.default(problem, request.device), op.reference_config(problem, request.device)]
+        proposer = Proposer(space, request.sampler, request.seed, first)
+        known = 0
+        for trial in store.trials(problem.key):
+            if _repeats(trial, evaluation, op, problem):
+                proposer.learn(Config(trial.config), trial.score if trial.status == "ok" else None)
+                known += 1
+        say(f"{problem.key}: {len(space.valid())} valid configs, {known} of {request.trials} trials stored")
+        progress = _Progress(store, problem, request.trials, known, deadline, say)
+        result = search(proposer, evaluation, store.add, request.trials - known, deadline, progress)
+    except KeyboardInterrupt:
+        pass
+    return _result(op, problem, setup.profile, store, result, baseline, references, time.monotonic() - started)
+
+
+def _repeats(trial: Trial, evaluation: Evaluation, op: Op[Any, Any], problem: Problem) -> bool:
+    """Whether a stored trial answers what this search would ask: same source, range, compiler and kind of evidence."""
+    try:
+        sha = render(op, problem, Config(trial.config)).sha
+    except Exception:  # the words of an older space
+        return False
+    measured = evaluation.pools.on_gpu
+    yardstick = evaluation.baseline.name if evaluation.baseline is not None else "byte floor"
+    return (
+        trial.source_sha == sha
+        and trial.provenance == ("measured" if measured else "predicted")
+        and trial.range.model_dump() == evaluation.setup.profile.to_json()
+        and trial.environment.triton == evaluation.environment.triton
+        # One that was timed without the baseline is timed again once that is installed.
+        and (trial.status != "ok" or trial.yardstick == yardstick)
+    )
+
+
+def _fitting(op: Op[Any, Any], setup: Setup, pools: Pools, say: Say) -> Setup:
+    """The setup with the lengths that fit the GPU's free memory.
+
+    Raises:
+        ValueError: not even the shortest does.
+    """
+    answer = pools.ask(pools.judges, measure.memory_job)
+    if answer.kind != "ok":
+        raise ValueError(f"the GPU can't be used: {answer.reason}")
+    free = answer.value
+    profile = setup.profile
+    fits = [n for n in profile.lengths if op.memory_needed(setup.problem, profile, n) <= free * 0.9]
+    if len(fits) == len(profile.lengths):
+        return setup
+    need = op.memory_needed(setup.problem, profile, profile.lengths[len(fits)])
+    if not fits:
+        raise ValueError(f"measuring {setup.problem.label} takes {need} B of GPU memory, {free} B are free")
+    say(f"live lengths {profile.lengths[len(fits) :]} left out: {need} B of GPU memory needed, {free} B free")
+    kept = Profile(profile.width, tuple(fits), profile.weights[: len(fits)], profile.causal)
+    return Setup(setup.problem, kept, setup.device, setup.seed)
+
+
+def _baseline(setup: Setup, pools: Pools, say: Say) -> tuple[Baseline | None, dict[str, Any]]:
+    """The server's own kernel, and every other way to compute the op that is installed, each timed alone."""
+    peer = peers.baseline(setup.problem.op, setup.problem.silicon.capability)
+    references: dict[str, Any] = {}
+    for name, other in peers.PEERS.items():
+        if other.op != setup.problem.op:
+            continue
+        answer = pools.ask(pools.judges, measure.peer_job, setup, name)
+        if answer.kind == "ok" and answer.value.missing is None:
+            found = answer.value
+            references[name] = {"version": found.version, "times_us": found.times_us, "error": found.error}
+            if found.left_out:
+                references[name]["left_out"] = found.left_out
+        else:
+            why = answer.value.missing if answer.kind == "ok" else answer.reason
+            references[name] = {"missing": why, "install": other.install}
+            if name == peer.name:
+                say(f"no baseline: {name} can't run here ({why}). Install it with: {other.install}")
+    own = references[peer.name]
+    if "missing" in own or own.get("left_out"):
+        return None, references
+    return Baseline(name=peer.name, version=own["version"], times_us=own["times_us"]), references
+
+
+class _Progress:
+    """Best so far, rate and time left, a line each few seconds."""
+
+    def __init__(
+        self, store: Store, problem: Problem, trials: int, known: int, deadline: float | None, say: Say
+    ) -> None:
+        self.store, self.problem, self.trials, self.known = store, problem, trials, known
+        self.deadline, self.say = deadline, say
+        self.started = self.told = time.monotonic()
+
+    def __call__(self, tried: int) -> None:
+        now = time.monotonic()
+        if tried == 0 or (now - self.told < 5.0 and self.known + tried < self.trials):
+            return
+        self.told = now
+        rate = tried / (now - self.started)
+        left = (self.trials - self.known - tried) / rate
+        if self.deadline is not None:
+            left = min(left, self.deadline - now)
+        best = self.store.best(self.problem.key)
+        what = f"best {best.score:.3f} of {best.yardstick} ({Config(best.config)})" if best else "nothing usable yet"
+        self.say(f"{self.known + tried}/{self.trials} trials, {rate:.1f}/s, {max(0.0, left):.0f} s left; {what}")
+
+
+def _result(
+    op: Op[Any, Any],
+    problem: Problem,
+    profile: Profile,
+    store: Store,
+    result: Result,
+    baseline: Baseline | None,
+    references: dict[str, Any],
+    seconds: float,
+) -> dict[str, Any]:
+    counts = store.counts(problem.key)
+    statuses = ("ok", "refused", "wrong", "unchecked", "failed", "timeout")
+    best = store.best(problem.key, Range(**profile.to_json()))
+    return {
+        "status": result.status,
+        "problem": {**problem.to_json(), "key": problem.key, "range": profile.to_json()},
+        "best": best_json(best) if best is not None else None,
+        "baseline": baseline.model_dump(mode="json") if baseline is not None else None,
+        "references": references,
+        "trials": {"total": sum(counts.values()), **{name: counts.get(name, 0) for name in statuses}},
+        "tried": result.tried,
+        "seconds": round(seconds, 2),
+        "db": str(store.path),
+    }
+
+
+def best_json(trial: Trial) -> dict[str, Any]:
+    """A winner as the commands print it."""
+    assert trial.resources is not None
+    times = "measured_us" if trial.provenance == "measured" else "predicted_us"
+    return {
+        "config": trial.config,
+        "provenance": trial.provenance,
+        times: {str(n): us for n, us in sorted(trial.times_us.items())},
+        "score": trial.score,
+        "yardstick": trial.yardstick,
+        "resources": trial.resources.model_dump(),
+        "error": trial.error,
+        "checked_by": trial.checked_by,
+        "source_sha": trial.source_sha,
+        "baseline": trial.baseline.model_dump(mode="json") if trial.baseline is not None else None,
+    }

@@ -1,0 +1,179 @@
+"""Spawned worker processes with a time limit for each job: a job that crashes or hangs costs itself alone."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+
+class Poisoned(Exception):
+    """Raised by a job whose process must not be used again, such as one whose CUDA context is broken."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """How a job ended: ``ok`` with its value, else ``raised``, ``died`` or ``timeout`` with one line that says why."""
+
+    tag: Any
+    kind: str
+    value: Any = None
+    reason: str = ""
+    seconds: float = 0.0
+
+
+@dataclass
+class _Worker:
+    process: Any
+    pipe: Connection
+    tag: Any = None
+    started: float = 0.0
+    busy: bool = False
+
+
+@dataclass
+class Pool:
+    """`size` processes that run picklable jobs one at a time.
+
+    Attributes:
+        size: processes.
+        limit_s: seconds a job may take; its process is killed and replaced.
+        environment: variables set in the processes before they import anything.
+    """
+
+    size: int
+    limit_s: float
+    environment: Mapping[str, str] = field(default_factory=dict)
+    _workers: list[_Worker] = field(default_factory=list)
+    _queue: deque[tuple[Any, Callable[..., Any], tuple[Any, ...]]] = field(default_factory=deque)
+
+    def submit(self, tag: Any, function: Callable[..., Any], *arguments: Any) -> None:
+        """Queue ``function(*arguments)``, a function of a module; its answer carries `tag`."""
+        self._queue.append((tag, function, arguments))
+        self._start_queued()
+
+    @property
+    def pending(self) -> int:
+        return len(self._queue) + sum(w.busy for w in self._workers)
+
+    def _start_queued(self) -> None:
+        while self._queue:
+            idle = next((w for w in self._workers if not w.busy), None)
+            if idle is None:
+                if len(self._workers) >= self.size:
+                    return
+                idle = self._spawn()
+            tag, function, arguments = self._queue.popleft()
+            idle.tag, idle.started, idle.busy = tag, time.monotonic(), True
+            # One that died while idle has a closed pipe, which is answered as such.
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                idle.pipe.send((function.__module__, function.__qualname__, arguments))
+
+    def _spawn(self) -> _Worker:
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_serve, args=(theirs, dict(self.environment), os.getpid()), daemon=True)
+        process.start()
+        theirs.close()
+        worker = _Worker(process, ours)
+        self._workers.append(worker)
+        return worker
+
+    def _discard(self, worker: _Worker) -> None:
+        worker.process.kill()
+        worker.process.join()
+        worker.pipe.close()
+        self._workers.remove(worker)
+
+    def ready(self, connections: Sequence[Any]) -> list[Answer]:
+        """Answers of the workers among `connections`, and of every job past its limit."""
+        answers = []
+        now = time.monotonic()
+        for worker in list(self._workers):
+            if worker.pipe in connections:
+                answer = self._receive(worker)
+                if answer is not None:
+                    answers.append(answer)
+            elif worker.busy and now - worker.started > self.limit_s:
+                reason = f"no answer in {self.limit_s:g} s"
+                answers.append(Answer(worker.tag, "timeout", reason=reason, seconds=now - worker.started))
+                self._discard(worker)
+        self._start_queued()
+        return answers
+
+    def _receive(self, worker: _Worker) -> Answer | None:
+        seconds = time.monotonic() - worker.started
+        try:
+            kind, value, reason = worker.pipe.recv()
+        except (EOFError, ConnectionResetError):
+            worker.process.join(5)
+            code = worker.process.exitcode
+            how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"status {code}"
+            answer = Answer(worker.tag, "died", reason=f"its process ended with {how}", seconds=seconds)
+            busy = worker.busy
+            self._discard(worker)
+            return answer if busy else None
+        worker.busy = False
+        if kind == "poisoned":
+            self._discard(worker)
+            kind = "died"
+        return Answer(worker.tag, kind, value, reason, seconds)
+
+    def connections(self) -> list[Connection]:
+        return [w.pipe for w in self._workers if w.busy]
+
+    def next_limit(self) -> float:
+        """Seconds until a running job is past its limit."""
+        now = time.monotonic()
+        return min((w.started + self.limit_s - now for w in self._workers if w.busy), default=float("inf"))
+
+    def close(self) -> None:
+        self._queue.clear()
+        for worker in list(self._workers):
+            self._discard(worker)
+
+
+def collect(pools: Sequence[Pool], timeout: float) -> list[tuple[Pool, Answer]]:
+    """Wait until a job of any pool ends, at most `timeout` seconds; may return nothing."""
+    limit = min([timeout, *(max(0.0, p.next_limit()) + 0.01 for p in pools)])
+    found = wait([c for p in pools for c in p.connections()], timeout=max(0.0, limit))
+    return [(pool, answer) for pool in pools for answer in pool.ready(found)]
+
+
+def _serve(pipe: Connection, environment: dict[str, str], parent: int) -> None:
+    """A worker's life. Ctrl-C is the parent's to handle: it ends the workers by closing their pipes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ.update(environment)
+    # Compilers and libraries print to stdout; a search's own output there is one JSON object.
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    while True:
+        try:
+            module, name, arguments = pipe.recv()
+        except (EOFError, ConnectionResetError):
+            return
+        try:
+            function = getattr(importlib.import_module(module), name)
+            reply: tuple[str, Any, str] = ("ok", function(*arguments), "")
+        except Poisoned as error:
+            reply = ("poisoned", None, str(error))
+        except Exception as error:
+            if os.environ.get("DSV4TUNE_DEBUG"):
+                traceback.print_exc()
+            first = str(error).strip().splitlines()[:1]
+            reply = ("raised", None, f"{type(error).__name__}: {first[0] if first else ''}"[:300])
+        try:
+            pipe.send(reply)
+        except (BrokenPipeError, ConnectionResetError):
+            return
+        if reply[0] == "poisoned":
+            return
