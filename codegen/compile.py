@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +65,16 @@ class Report:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A compiled variant: Triton's kernel object and what it takes."""
+    """A compiled variant: Triton's kernel object, and the seconds that the compiler took."""
 
     source: Source
-    report: Report
     compiled: Any
+    seconds: float
+
+    @cached_property
+    def report(self) -> Report:
+        """What it takes; read off the binary when first asked for, because who only launches it need not wait."""
+        return _report(self.compiled, self.seconds)
 
 
 def compile_source(source: Source, arguments: Sequence[Argument], silicon: Silicon) -> Kernel:
@@ -86,13 +91,22 @@ def compile_source(source: Source, arguments: Sequence[Argument], silicon: Silic
     try:
         module = source.load()
         divisible = {(i,): [["tt.divisibility", 16]] for i, a in enumerate(arguments) if a.aligned}
-        ast = ASTSource(fn=module.kernel, signature={a.name: a.type for a in arguments}, attrs=divisible)
+        signature = {a.name: a.type for a in arguments}
+        if hasattr(module, "gluon"):
+            from triton.experimental.gluon._runtime import GluonASTSource
+
+            # Gluon's descriptors carry the shared-memory layout of their box.
+            layout = f",{module.SHARED.value!r}>"
+            signature = {k: t[:-1] + layout if t.startswith("tensordesc") else t for k, t in signature.items()}
+            ast = GluonASTSource(fn=module.kernel, signature=signature, constexprs={}, attrs=divisible)
+        else:
+            ast = ASTSource(fn=module.kernel, signature=signature, attrs=divisible)
         # Triton 3.9 announces another default for fused multiply-add: say which one is meant.
         options = {**module.OPTIONS, "enable_fp_fusion": True}
         compiled = triton.compile(ast, target=GPUTarget("cuda", silicon.arch, 32), options=options)
     except Exception as error:
         raise CompileError(_first_line(error)) from error
-    return Kernel(source, _report(compiled, time.perf_counter() - started), compiled)
+    return Kernel(source, compiled, time.perf_counter() - started)
 
 
 def _first_line(error: BaseException) -> str:
@@ -103,14 +117,14 @@ def _first_line(error: BaseException) -> str:
 # -- the report -------------------------------------------------------------------------------------------------
 
 _MMA = re.compile(r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)[\w.:]*")
-_USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
+_USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 
 
 def _report(compiled: Any, seconds: float) -> Report:
     ptx = compiled.asm["ptx"]
     cubin = compiled.asm["cubin"]
-    registers, stack, static, local = _usage(cubin)
+    registers, stack, local = _usage(cubin)
     names = _MMA.findall(ptx)
     mma = max(set(names), key=names.count) if names else ""
     copy = "tma" if "cp.async.bulk" in ptx else "cp.async" if "cp.async" in ptx else ""
@@ -120,8 +134,9 @@ def _report(compiled: Any, seconds: float) -> Report:
         stack_bytes=stack,
         # Registers can only spill to the stack, so the assembler is asked again only where there is one.
         spill_bytes=_spills(ptx, compiled.metadata.target.arch) if stack else 0,
-        # Triton asks for its memory at launch; what the machine code reserves itself comes on top.
-        shared_bytes=compiled.metadata.shared + static,
+        # All that Triton uses it asks for at launch. What cuobjdump prints besides, 1,024 B for some targets, is the
+        # system's own share of an SM, which the limit for a program already leaves out.
+        shared_bytes=compiled.metadata.shared,
         mma=mma,
         native_fp8="e4m3" in mma or "f8f6f4" in mma,
         async_copy=copy,
@@ -157,7 +172,7 @@ def _ptxas(arch: int) -> Path:
     return nvidia_tools() / ("ptxas-blackwell" if arch >= 100 else "ptxas")
 
 
-def _usage(cubin: bytes) -> tuple[int, int, int, int]:
+def _usage(cubin: bytes) -> tuple[int, int, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
         f.write(cubin)
         f.flush()
@@ -166,8 +181,8 @@ def _usage(cubin: bytes) -> tuple[int, int, int, int]:
     found = _USAGE.search(text)
     if found is None:
         raise CompileError("cuobjdump printed no resource usage for the compiled kernel")
-    registers, stack, shared, local = (int(n) for n in found.groups())
-    return registers, stack, shared, local
+    registers, stack, local = (int(n) for n in found.groups())
+    return registers, stack, local
 
 
 def _spills(ptx: str, arch: int) -> int:

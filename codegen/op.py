@@ -24,7 +24,7 @@ class Plan:
     """How a variant is launched: from shapes only, never from lengths.
 
     Attributes:
-        grid: programs; only the first dimension is used, because the others end at 65,535.
+        grid: programs; what grows with rows is in the first dimension, because the others end at 65,535.
         scratch_bytes: memory that must live as long as a graph may replay the launch.
     """
 

@@ -76,16 +76,25 @@ Refusal: TypeAlias = str | None
 
 @dataclass(frozen=True)
 class Space:
-    """All combinations of the parameters that `refuse` lets through."""
+    """All combinations of the parameters that `refuse` lets through.
+
+    Attributes:
+        parameters: the knobs.
+        refuse: the constraint set.
+        branches: parts of the space that hold every usable config, as the values that they narrow some parameters to;
+            they keep the enumeration small where a knob matters in one branch only.
+    """
 
     parameters: tuple[Parameter, ...]
     refuse: Callable[[Config], Refusal]
+    branches: tuple[Mapping[str, tuple[Value, ...]], ...] = ({},)
     _valid: list[Config] = field(default_factory=list, compare=False, repr=False)
 
     def combinations(self) -> Iterator[Config]:
         names = [p.name for p in self.parameters]
-        for values in itertools.product(*(p.values for p in self.parameters)):
-            yield Config(dict(zip(names, values, strict=True)))
+        for branch in self.branches:
+            for values in itertools.product(*(branch.get(p.name, p.values) for p in self.parameters)):
+                yield Config(dict(zip(names, values, strict=True)))
 
     def valid(self) -> list[Config]:
         """Every usable config, always in the same order."""

@@ -192,6 +192,42 @@ def export_command(
         fail(f"can't write {output} ({error.strerror or error}): choose another file with -o")
 
 
+@app.command("emulate")
+def emulate_command(
+    target: Annotated[str, typer.Option(help="Compute capability whose code is run, such as sm_120.")],
+    kernel: Annotated[str, typer.Option(help="Kernel to check: indexer.")] = "indexer",
+    rows: Annotated[str, typer.Option(help="Query rows of the default configs: 64, or a list.")] = "1,16,64",
+    db: Annotated[Path | None, typer.Option("--db", help="Check this database's best configs too.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check the code that another architecture gets by running it on the sm_90 GPU here.
+
+    Shows that its schedule, addressing and synchronisation are right; says nothing of its speed there.
+
+    Exit status: 0 all right, 1 one is wrong or can't be run this way, 2 without an sm_90 GPU or for bad input.
+    """
+    from dsv4tune.codegen import devices, ops
+    from dsv4tune.tools import emulate
+    from dsv4tune.tuned.store import StoreError
+
+    try:
+        device = devices.named(target=target)
+        wanted = emulate.candidates(ops.get(kernel), device, _rows(rows), db)
+        card = emulate.hopper_here()
+        say(f"running {device.silicon.target} code on {card.name} ({card.silicon.target})")
+    except (ValueError, StoreError) as error:
+        fail(error)
+    results = []
+    for result in emulate.emulate_all(wanted):
+        results.append(result)
+        if not as_json:
+            typer.echo(str(result))
+    if as_json:
+        typer.echo(json.dumps({"results": [result.to_json() for result in results]}))
+    if any(result.status != "ok" for result in results):
+        raise typer.Exit(1)
+
+
 # -- parsing and printing ---------------------------------------------------------------------------------------
 
 

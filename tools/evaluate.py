@@ -36,7 +36,8 @@ class Pools:
 
     @classmethod
     def start(cls, jobs: int, on_gpu: bool) -> Pools:
-        compilers = Pool(jobs, COMPILE_LIMIT_S, {"CUDA_VISIBLE_DEVICES": ""})
+        # Compilers fill every core; the process that times must not wait for one.
+        compilers = Pool(jobs, COMPILE_LIMIT_S, {"CUDA_VISIBLE_DEVICES": ""}, nice=10)
         if on_gpu:
             return cls(compilers, Pool(1, JUDGE_LIMIT_S), True)
         interpret = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}

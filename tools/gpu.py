@@ -19,8 +19,8 @@ class State:
 
 
 def state() -> State:
-    """The state now; asked at most once in 5 seconds, because asking takes longer than timing a candidate."""
-    return _state(int(time.monotonic() // 5))
+    """The state now; asked at most once in 30 seconds, because asking takes longer than timing many candidates."""
+    return _state(int(time.monotonic() // 30))
 
 
 _FIELDS = "driver_version,clocks.max.sm,clocks.max.mem,clocks_event_reasons.active"

@@ -46,11 +46,18 @@ class Result:
 
 
 class Proposer:
-    """Configs to try, none twice: first the given ones, then the sampler's."""
+    """Configs to try, none twice: first the given ones, then the sampler's; those to `avoid` are never proposed."""
 
-    def __init__(self, space: Space, sampler: str, seed: int, first: Sequence[Config] = ()) -> None:
+    def __init__(
+        self,
+        space: Space,
+        sampler: str,
+        seed: int,
+        first: Sequence[Config] = (),
+        avoid: Callable[[Config], object] = lambda config: None,
+    ) -> None:
         self.space = space
-        self._unseen = dict.fromkeys(space.valid())
+        self._unseen = dict.fromkeys(config for config in space.valid() if not avoid(config))
         self._valid = frozenset(self._unseen)
         self._first = [config for config in first if config in self._valid]
         self._random = random.Random(seed)

@@ -148,13 +148,17 @@ def _tune_one(
         evaluation = Evaluation(setup, pools, baseline, jobs)
         space = op.space(problem, request.device)
         first = [op.default(problem, request.device), op.reference_config(problem, request.device)]
-        proposer = Proposer(space, request.sampler, request.seed, first)
+        # Without a GPU no trial is spent on what can't be checked here, and so can't win.
+        avoid = (lambda config: None) if request.on_gpu else op.unchecked
+        proposer = Proposer(space, request.sampler, request.seed, first, avoid)
         known = 0
         for trial in store.trials(problem.key):
             if _repeats(trial, evaluation, op, problem):
                 proposer.learn(Config(trial.config), trial.score if trial.status == "ok" else None)
                 known += 1
-        say(f"{problem.key}: {len(space.valid())} valid configs, {known} of {request.trials} trials stored")
+        left_out = sum(avoid(config) is not None for config in space.valid())
+        note = f" ({left_out} that can't be checked without their GPU are left out)" if left_out else ""
+        say(f"{problem.key}: {len(space.valid())} valid configs{note}, {known} of {request.trials} trials stored")
         progress = _Progress(store, problem, request.trials, known, deadline, say)
         result = search(proposer, evaluation, store.add, request.trials - known, deadline, progress)
     except KeyboardInterrupt:

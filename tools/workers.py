@@ -49,11 +49,13 @@ class Pool:
         size: processes.
         limit_s: seconds a job may take; its process is killed and replaced.
         environment: variables set in the processes before they import anything.
+        nice: how far they stand back for other processes.
     """
 
     size: int
     limit_s: float
     environment: Mapping[str, str] = field(default_factory=dict)
+    nice: int = 0
     _workers: list[_Worker] = field(default_factory=list)
     _queue: deque[tuple[Any, Callable[..., Any], tuple[Any, ...]]] = field(default_factory=deque)
 
@@ -82,7 +84,7 @@ class Pool:
     def _spawn(self) -> _Worker:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
-        process = context.Process(target=_serve, args=(theirs, dict(self.environment), os.getpid()), daemon=True)
+        process = context.Process(target=_serve, args=(theirs, dict(self.environment), self.nice), daemon=True)
         process.start()
         theirs.close()
         worker = _Worker(process, ours)
@@ -150,10 +152,11 @@ def collect(pools: Sequence[Pool], timeout: float) -> list[tuple[Pool, Answer]]:
     return [(pool, answer) for pool in pools for answer in pool.ready(found)]
 
 
-def _serve(pipe: Connection, environment: dict[str, str], parent: int) -> None:
+def _serve(pipe: Connection, environment: dict[str, str], nice: int) -> None:
     """A worker's life. Ctrl-C is the parent's to handle: it ends the workers by closing their pipes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.update(environment)
+    os.nice(nice)
     # Compilers and libraries print to stdout; a search's own output there is one JSON object.
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     while True:

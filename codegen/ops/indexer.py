@@ -7,6 +7,7 @@ srt/layers/attention/dsv4/indexer.py.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,8 +24,14 @@ from dsv4tune.codegen.space import Config, Parameter, Refusal, Space
 #: Bytes a token takes in a page beyond its values, by cache layout.
 LAYOUTS = {"fp8_fp32_scale": 4}
 
+#: Capabilities where the block-scaled MMA is an instruction of its own that some cards run faster.
+BLOCK_SCALED = (120, 121)
+
 #: Above this many rows the scan of all lengths costs more than it balances, and its vector leaves the registers.
 MAX_SCANNED_ROWS = 2048
+
+#: Rows that the Gluon template's scan was checked for.
+MAX_GLUON_ROWS = 1024
 
 #: Prefill chunks come through the same function: rows of one prompt with causal lengths.
 PREFILL_ROWS = 1024
@@ -66,6 +73,25 @@ class IndexerProblem(Problem):
         return self.page_size * (self.head_dim + LAYOUTS[self.layout])
 
 
+_PLAIN: dict[str, tuple[int | str, ...]] = {"dialect": ("triton",), "refill": ("auto",), "page_ahead": (0,)}
+_RING: dict[str, tuple[int | str, ...]] = {
+    "dialect": ("gluon",),
+    "operand_order": ("kq",),
+    "dot": ("fp8",),
+    "block_t": (64,),
+    "num_stages": (3, 4),
+    "refill": ("late", "early"),
+    "page_ahead": (1, 2),
+}
+_BRANCHES: tuple[dict[str, tuple[int | str, ...]], ...] = (
+    {**_PLAIN, "schedule": ("page_grid",), "splits": (0,), "programs_per_sm": (0,), "num_stages": (1,)},
+    {**_PLAIN, "schedule": ("split",), "programs_per_sm": (0,)},
+    {**_PLAIN, "schedule": ("persistent", "hybrid"), "splits": (0,)},
+    {**_RING, "schedule": ("split",), "splits": (1,), "programs_per_sm": (0,)},
+    {**_RING, "schedule": ("hybrid",), "splits": (0,)},
+)
+
+
 class Indexer(Op[IndexerProblem, IndexerCall]):
     name = "indexer"
     plan_words = ("splits", "programs_per_sm")
@@ -94,9 +120,9 @@ class Indexer(Op[IndexerProblem, IndexerCall]):
     # -- space --------------------------------------------------------------------------------------------------
 
     def space(self, problem: IndexerProblem, device: Device) -> Space:
-        scaled = problem.silicon.arch in (100, 120, 121)
+        scaled = problem.silicon.arch in BLOCK_SCALED
         parameters = (
-            Parameter("dialect", ("triton",), "language of the template"),
+            Parameter("dialect", ("triton", "gluon"), "language of the template"),
             Parameter(
                 "schedule",
                 ("page_grid", "split", "persistent", "hybrid"),
@@ -108,11 +134,13 @@ class Indexer(Op[IndexerProblem, IndexerCall]):
             Parameter("block_t", (64, 128, 256), "tokens a step"),
             Parameter("heads_per_step", (problem.heads // 2, problem.heads), "heads multiplied at once"),
             Parameter("splits", (0, *(1 << i for i in range(11))), "programs a row (schedule split)"),
-            Parameter("programs_per_sm", (0, 2, 3, 4, 5, 6), "programs an SM (persistent, hybrid)"),
+            Parameter("programs_per_sm", (0, 1, 2, 3, 4, 5, 6), "programs an SM (persistent, hybrid)"),
             Parameter("num_warps", (2, 4, 8), "warps a program"),
             Parameter("num_stages", (1, 2, 3, 4, 6), "buffers of the load pipeline"),
+            Parameter("refill", ("auto", "late", "early"), "when a buffer is loaded again (Gluon)"),
+            Parameter("page_ahead", (0, 1, 2), "tiles between loading a page id and following it (Gluon)"),
         )
-        return Space(parameters, lambda config: refuse(problem, device, config))
+        return Space(parameters, lambda config: refuse(problem, device, config), _BRANCHES)
 
     def default(self, problem: IndexerProblem, device: Device) -> Config:
         scan = problem.rows <= MAX_SCANNED_ROWS
@@ -128,6 +156,8 @@ class Indexer(Op[IndexerProblem, IndexerCall]):
             "programs_per_sm": 4 if scan else 0,
             "num_warps": 4,
             "num_stages": 4 if problem.silicon.arch in (90, 100) else 2,
+            "refill": "auto",
+            "page_ahead": 0,
         }
         config = Config(values)
         reason = refuse(problem, device, config)
@@ -143,14 +173,19 @@ class Indexer(Op[IndexerProblem, IndexerCall]):
     # -- render, compile, launch --------------------------------------------------------------------------------
 
     def template_values(self, problem: IndexerProblem, config: Config) -> dict[str, Any]:
-        return {"rows_ceil": 1 << (problem.rows - 1).bit_length()}
+        ceil = 1 << (problem.rows - 1).bit_length()
+        # The Gluon scan takes up to 256 rows at once, in two sizes, so that row counts share binaries.
+        return {"rows_ceil": ceil, "scan": 64 if ceil <= 64 else 256, "one_chunk": ceil <= 256}
 
     def arguments(self, problem: IndexerProblem, config: Config) -> Sequence[Argument]:
+        q = Argument("q", "*fp8e4nv", True)
         pool = [Argument("kv", "*u8", True)]
         if config["load"] == "tma":
             pool.append(Argument("kv_desc", f"tensordesc<fp8e4nv[{problem.page_size}, {problem.head_dim}]>"))
+            if config["dialect"] == "gluon":
+                q = Argument("q_desc", f"tensordesc<fp8e4nv[{problem.heads}, {problem.head_dim}]>")
         return [
-            Argument("q", "*fp8e4nv", True),
+            q,
             *pool,
             Argument("weights", "*fp32", True),
             # Slices of larger tensors: no promise of alignment.
@@ -178,6 +213,8 @@ class Indexer(Op[IndexerProblem, IndexerCall]):
             else:
                 # A whole number of programs a row, and no more than the row has pages.
                 programs = problem.rows * max(1, min(resident // problem.rows, width // problem.page_size))
+        if config["dialect"] == "gluon":
+            return Plan((problem.rows, programs // problem.rows, 1))
         return Plan((programs, 1, 1))
 
     def work(self, problem: IndexerProblem, config: Config, profile: Profile, length: int) -> Work:
@@ -185,7 +222,7 @@ class Indexer(Op[IndexerProblem, IndexerCall]):
         rows = indexer_check.row_lengths(problem.rows, length, profile.causal)
         tiles = (rows + block_t - 1) // block_t
         total, most = int(tiles.sum()), int(tiles.max())
-        programs = self.plan(problem, config, profile.width).grid[0]
+        programs = math.prod(self.plan(problem, config, profile.width).grid)
         schedule = config["schedule"]
         scanned = problem.rows if schedule in ("persistent", "hybrid") else 0
         if schedule == "page_grid":
@@ -212,15 +249,16 @@ class Indexer(Op[IndexerProblem, IndexerCall]):
     def bind(self, problem: IndexerProblem, config: Config, call: IndexerCall) -> list[Any]:
         call.validate(problem.heads, problem.head_dim, problem.page_size, problem.page_bytes)
         rows = call.q.shape[0]
+        q: Any = call.q
         pool: list[Any] = [call.kv]
         if config["load"] == "tma":
-            # Imported here: a serving process without Triton can still plan.
-            from triton.tools.tensor_descriptor import TensorDescriptor
-
+            describe = _describe_gluon if config["dialect"] == "gluon" else _describe
             matrix = call.kv.view(torch.float8_e4m3fn).view(-1, problem.head_dim)
-            pool.append(TensorDescriptor.from_tensor(matrix, [problem.page_size, problem.head_dim]))
+            pool.append(describe(matrix, [problem.page_size, problem.head_dim]))
+            if config["dialect"] == "gluon":
+                q = describe(call.q.view(-1, problem.head_dim), [problem.heads, problem.head_dim])
         return [
-            call.q,
+            q,
             *pool,
             call.weights,
             call.seq_lens,
@@ -237,6 +275,8 @@ class Indexer(Op[IndexerProblem, IndexerCall]):
     def unchecked(self, config: Config) -> str | None:
         if config["dot"] == "block_scaled":
             return "block-scaled MMA runs on its own silicon only"
+        if config["dialect"] == "gluon":
+            return "Gluon has no interpreter"
         return None
 
     # -- checking and timing ------------------------------------------------------------------------------------
@@ -306,6 +346,7 @@ def refuse(problem: IndexerProblem, device: Device, config: Config) -> Refusal:
     schedule = config["schedule"]
     block_t, splits, per_sm = config.int("block_t"), config.int("splits"), config.int("programs_per_sm")
     warps, stages, heads = config.int("num_warps"), config.int("num_stages"), config.int("heads_per_step")
+    gluon = config["dialect"] == "gluon"
 
     if (splits > 0) != (schedule == "split"):
         return "splits belongs to the split schedule, which needs it"
@@ -313,13 +354,22 @@ def refuse(problem: IndexerProblem, device: Device, config: Config) -> Refusal:
         return "programs_per_sm belongs to the persistent and hybrid schedules, which need it"
     if schedule in ("persistent", "hybrid") and rows > MAX_SCANNED_ROWS:
         return f"{rows} rows: the scan of all lengths serves up to {MAX_SCANNED_ROWS}"
-    if schedule == "hybrid" and rows > sms * per_sm:
-        return f"{rows} rows are more than the {sms * per_sm} resident programs: none would take a second tile"
+    if schedule == "hybrid":
+        if rows > sms * per_sm:
+            return f"{rows} rows are more than the {sms * per_sm} resident programs: none would take a second tile"
+        if sms * (per_sm - 1) >= rows and sms * per_sm // rows == sms * (per_sm - 1) // rows:
+            return f"{sms * per_sm // rows} programs a row, as with programs_per_sm {per_sm - 1}"
     if schedule == "split":
-        if rows * splits > max(8 * sms, 4 * rows):
-            return f"{rows * splits} programs are more than 8 for each of {sms} SMs and 4 for each row"
+        if rows * splits > 8 * max(sms, rows):
+            return f"{rows * splits} programs are more than 8 for each of {sms} SMs and of {rows} rows"
         if rows * splits < min(sms, rows * 1024) and splits < 1024 and rows * splits * 2 <= sms:
             return f"{rows * splits} programs leave at least half of {sms} SMs idle"
+    if gluon:
+        reason = _refuse_gluon(problem, config)
+        if reason is not None:
+            return reason
+    elif config["refill"] != "auto" or config["page_ahead"] != 0:
+        return "refill and page_ahead are decided by Triton's pipeliner; only Gluon names them"
     if (stages == 1) != (schedule == "page_grid"):
         return "page_grid has no loop to pipeline (num_stages 1); the others have one (2 or more)"
     if config["load"] == "tma":
@@ -327,25 +377,63 @@ def refuse(problem: IndexerProblem, device: Device, config: Config) -> Refusal:
             return f"sm_{arch} has no TMA (sm_90 and newer have)"
         if block_t > 128:
             return "a TMA step of more than 2 boxes: the same bytes in flight as more stages"
-    if heads < problem.heads and block_t < 128:
-        return "splitting the heads of a 64-token step only repeats its loads"
+    if heads < problem.heads and (block_t < 128 or warps > 4):
+        return "all heads at once where the accumulators fit: steps of 64 tokens, or 8 warps to share them"
     if config["operand_order"] == "qk" and (heads < problem.heads or warps > 4 or block_t > 64):
         return "heads as rows: all heads at once, 4 warps, one page a step"
-    if warps == 2 and (arch in (90, 100) or block_t > 64):
-        return "2 warps: one page a step, and not the MMA of sm_90 and sm_100, which takes 4 warps"
+    if warps == 2 and (arch in (90, 100) or block_t * heads > 64 * 64):
+        return "2 warps: accumulators of up to 64 x 64, and not the MMA of sm_90 and sm_100, which takes 4 warps"
     if warps == 8 and block_t < 128:
         return "8 warps need 128 tokens to share"
     if warps == 4 and block_t > 128:
         return "256 tokens need 8 warps: the accumulator would fill the registers"
     if config["dot"] == "block_scaled":
-        if arch not in (100, 120, 121):
-            return f"sm_{arch} has no block-scaled MMA"
+        if arch not in BLOCK_SCALED:
+            return f"block-scaled MMA is no other instruction on sm_{arch}"
         if config["operand_order"] != "kq" or heads < problem.heads or stages not in (1, 3):
             return "block-scaled: tokens as rows, all heads at once, 3 stages"
     # Buffers of the pipeline and one of the queries; the compiler's own figure is held against the limit again.
-    need = stages * block_t * problem.head_dim + problem.heads * problem.head_dim
+    need = stages * block_t * problem.head_dim + (2 if gluon else 1) * problem.heads * problem.head_dim
     if need > problem.silicon.shared_bytes:
         return f"about {need} B of shared memory are more than the {problem.silicon.shared_bytes} B of {device.name}"
     if per_sm * (need + KB) > device.sm_shared_bytes:
         return f"{per_sm} programs of about {need} B don't fit the {device.sm_shared_bytes} B of an SM"
     return None
+
+
+def _refuse_gluon(problem: IndexerProblem, config: Config) -> Refusal:
+    arch = problem.silicon.arch
+    if arch == 100:
+        return "the Gluon template has no tcgen05 product: sm_100 takes the plain one"
+    if problem.clean or problem.heads != 64:
+        return "the Gluon template serves 64 heads and leaves dead columns alone"
+    if config["schedule"] not in ("hybrid", "split") or config.int("splits") > 1:
+        return "the Gluon template has the hybrid schedule, and one program a row (split)"
+    if problem.rows > MAX_GLUON_ROWS and config["schedule"] == "hybrid":
+        return f"{problem.rows} rows: the Gluon scan serves up to {MAX_GLUON_ROWS}"
+    if config.int("block_t") > problem.page_size or config.int("heads_per_step") < problem.heads:
+        return "the Gluon template takes one page and all heads a step"
+    if config["operand_order"] != "kq" or config["dot"] != "fp8":
+        return "the Gluon template has tokens as rows and the plain fp8 product"
+    if config["num_warps"] not in ((4,) if arch == 90 else (4, 8)):
+        return "the Gluon template takes 4 warps, or 8 without wgmma"
+    if config["refill"] == "auto" or config["page_ahead"] == 0:
+        return "Gluon names refill and page_ahead"
+    if config.int("num_stages") < (4 if config["refill"] == "early" else 3):
+        return "Gluon's ring needs 3 buffers, 4 with early refill"
+    return None
+
+
+def _describe(matrix: torch.Tensor, box: list[int]) -> Any:
+    # Imported here: planning needs no Triton.
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor.from_tensor(matrix, box)
+
+
+def _describe_gluon(matrix: torch.Tensor, box: list[int]) -> Any:
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), box, layout)

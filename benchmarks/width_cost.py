@@ -1,0 +1,54 @@
+"""What the configured maximum costs: the best stored configs at width 262,208 and at 2,048, for equal live lengths.
+
+    python benchmarks/width_cost.py DATABASE
+
+One JSON object a problem, the two widths timed in turn in one process.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from pathlib import Path
+
+from dsv4tune.codegen import devices, ops
+from dsv4tune.codegen.problem import Profile
+from dsv4tune.codegen.space import Config
+from dsv4tune.runtime.launch import Variant
+from dsv4tune.tools.measure import Setup, _Session
+from dsv4tune.tuned.store import Store
+
+LENGTHS = (128, 2048)
+
+
+def main(path: Path) -> None:
+    device = devices.here()
+    assert device is not None, "needs a GPU"
+    store = Store(path, create=False)
+    for key in store.problems("indexer"):
+        best = store.best(key)
+        if best is None or best.provenance != "measured":
+            continue
+        op, problem, config = ops.get("indexer"), ops.problem_from_json(best.problem), Config(best.config)
+        sessions = {
+            width: _Session(Setup(problem, Profile(width, LENGTHS, (1.0, 1.0)), device, 0)) for width in (262_208, 2048)
+        }
+        found: dict[str, dict[str, float]] = {}
+        for length in LENGTHS:
+            graphs = []
+            for width, session in sessions.items():
+                variant = Variant(op, problem, config, width, session.compile(config).compiled)
+                runs = [variant.prepared(call) for call in session.sets[length]]
+                graphs.append(session.capture(runs, session.launches[length]))
+            wide, narrow = (statistics.median(times) for times in sessions[2048].time(graphs, 41))
+            found[str(length)] = {
+                "us_262208": round(wide, 3),
+                "us_2048": round(narrow, 3),
+                "ratio": round(wide / narrow, 4),
+            }
+        print(json.dumps({"problem": key, "config": dict(config), "live": found}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,110 @@
+"""Run another architecture's kernel on an sm_90 GPU: the PTX that Triton made for it, assembled for sm_90a.
+
+What runs is the schedule, the addressing and the synchronisation that the other card gets. It says nothing of the
+speed there, nor of the rounding of that card's own matrix instructions.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from dsv4tune.codegen.compile import CompileError, Kernel, nvidia_tools
+
+#: Hopper's architecture with the features that are its own.
+TARGET = "sm_90a"
+
+_PACKED = re.compile(
+    r"(?P<guard>@!?%\w+\s+)?\b(?P<name>mul|add|sub|fma)(?P<modifiers>(?:\.\w+)*)\.f32x2\s+(?P<operands>[^;]+);"
+)
+_TARGET_LINE = re.compile(r"^\.target\s+sm_\w+", re.MULTILINE)
+_ERROR = re.compile(r"(?:, (?P<line>line \d+))?\s*; (?:error|fatal)\s*: (?P<text>.+)")
+
+
+def retarget(kernel: Kernel) -> Any:
+    """`kernel` with machine code for sm_90a: launched as its ``compiled`` is, ``launcher[grid](*arguments)``.
+
+    Raises:
+        CompileError: it uses what sm_90 has no counterpart of.
+    """
+    ptx = hopper_ptx(kernel.compiled.asm["ptx"])
+    cubin = assemble(ptx)
+    # Triton's own object with another binary: its loader and launcher read nothing that depends on the architecture.
+    launcher = copy.copy(kernel.compiled)
+    launcher.asm = type(launcher.asm)(ptx=ptx, cubin=cubin)
+    launcher.kernel = cubin
+    # The copy must not launch, or unload, what the original may have loaded.
+    launcher.module = launcher.function = launcher._run = launcher._module_pid = None
+    return launcher
+
+
+def hopper_ptx(ptx: str) -> str:
+    """The same module for sm_90a.
+
+    Raises:
+        CompileError: it has instructions that can't be rewritten.
+    """
+    if "kind::mx" in ptx:
+        raise CompileError(f"block-scaled MMA can't be run as {TARGET}, which has no such instruction")
+    text, targets = _TARGET_LINE.subn(f".target {TARGET}", unpack_f32x2(ptx))
+    if targets != 1:
+        raise CompileError(f"PTX with {targets} .target lines: expected one")
+    return text
+
+
+def unpack_f32x2(ptx: str) -> str:
+    """Every packed float operation as two scalar ones on the halves of its 64-bit registers: equal to the bit.
+
+    Raises:
+        CompileError: one is of another kind than mul, add, sub and fma.
+    """
+    text = _PACKED.sub(_scalars, ptx)
+    left = re.search(r"[\w.]+\.f32x2\b", text)
+    if left is not None:
+        raise CompileError(f"{left[0]} has no scalar form here")
+    return text
+
+
+def _scalars(packed: re.Match[str]) -> str:
+    target, *sources = (operand.strip() for operand in packed["operands"].split(","))
+    numbers = range(1, len(sources) + 1)
+    lines = [f".reg .f32 %lo<{len(sources) + 1}>, %hi<{len(sources) + 1}>;"]
+    lines += [f"mov.b64 {{%lo{n}, %hi{n}}}, {source};" for n, source in zip(numbers, sources, strict=True)]
+    for half in ("%lo", "%hi"):
+        operands = ", ".join(f"{half}{n}" for n in (0, *numbers))
+        lines.append(f"{packed['name']}{packed['modifiers']}.f32 {operands};")
+    # Only the result is visible outside the braces, so only it needs the guard.
+    lines.append(f"{packed['guard'] or ''}mov.b64 {target}, {{%lo0, %hi0}};")
+    return "{\n\t" + "\n\t".join(lines) + "\n\t}"
+
+
+def assemble(ptx: str) -> bytes:
+    """Machine code for sm_90a.
+
+    Raises:
+        CompileError: the assembler's first error.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path, cubin = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
+        path.write_text(ptx)
+        # The newer assembler: the PTX version of a Blackwell target may be past the one that Triton keeps for Hopper.
+        command = [str(nvidia_tools() / "ptxas-blackwell"), f"-arch={TARGET}", str(path), "-o", str(cubin)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise CompileError(f"ptxas: {error}"[:300]) from error
+        if done.returncode != 0:
+            raise CompileError(f"ptxas: {_first_error(done.stderr) or f'status {done.returncode}'}"[:300])
+        return cubin.read_bytes()
+
+
+def _first_error(stderr: str) -> str:
+    """Without the temporary file's name."""
+    found = _ERROR.search(stderr)
+    if found is None:
+        return stderr.strip().split("\n")[0]
+    return found["text"] + (f" ({found['line']})" if found["line"] else "")

@@ -1,0 +1,172 @@
+"""Another architecture's code, checked by running it on an sm_90 GPU; see `dsv4tune.codegen.retarget`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dsv4tune.codegen import devices, ops
+from dsv4tune.codegen.compile import CompileError, compile_source
+from dsv4tune.codegen.devices import Device
+from dsv4tune.codegen.op import Op, Verdict
+from dsv4tune.codegen.problem import Problem
+from dsv4tune.codegen.render import render
+from dsv4tune.codegen.retarget import retarget
+from dsv4tune.codegen.space import Config
+from dsv4tune.runtime.launch import Variant
+from dsv4tune.tools.workers import Answer, Poisoned, Pool, collect
+
+#: Runs of each case: a race shows in some of them only.
+RUNS = 3
+#: Seconds that one variant may take; a wait that never ends is one of the faults looked for.
+LIMIT_S = 120.0
+#: Context length of the default configs' calls, in tokens: the one that a search assumes.
+MAX_CONTEXT = 1 << 20
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One variant to check; `origin` is ``default`` or ``stored``."""
+
+    origin: str
+    problem: Problem
+    config: Config
+    width: int
+
+
+@dataclass(frozen=True)
+class Emulated:
+    """How a candidate's check ended.
+
+    Attributes:
+        status: ``ok``, ``wrong`` (it ran and failed) or ``not run`` (`reason` says why it can't be).
+        error: the worst relative error, None where there is no finite one.
+    """
+
+    candidate: Candidate
+    status: str
+    error: float | None = None
+    reason: str = ""
+
+    @classmethod
+    def of(cls, answer: Answer) -> Emulated:
+        if answer.kind != "ok":
+            return cls(answer.tag, "not run" if answer.kind == "raised" else "wrong", reason=answer.reason)
+        verdict: Verdict = answer.value
+        error = verdict.error if math.isfinite(verdict.error) else None
+        return cls(answer.tag, "ok" if verdict.ok else "wrong", error, verdict.problem or "")
+
+    def to_json(self) -> dict[str, Any]:
+        c = self.candidate
+        return {
+            "status": self.status,
+            "error": self.error,
+            "reason": self.reason,
+            "origin": c.origin,
+            "problem": {**c.problem.to_json(), "key": c.problem.key},
+            "config": dict(c.config),
+            "width": c.width,
+        }
+
+    def __str__(self) -> str:
+        c = self.candidate
+        error = "" if self.error is None else f"error {self.error:.1e}, "
+        reason = f": {self.reason}" if self.reason else ""
+        return f"{self.status}: {error}rows={c.problem.rows} width={c.width} {c.origin}: {c.config}{reason}"
+
+
+def emulate(op: Op[Any, Any], problem: Problem, config: Config, width: int) -> Verdict:
+    """Run every case of the op with the code that the problem's silicon gets, on the sm_90 GPU here.
+
+    Raises:
+        CompileError: it doesn't compile, or uses what sm_90 has no counterpart of.
+        ValueError: the problem's own silicon couldn't launch it.
+    """
+    kernel = compile_source(render(op, problem, config), op.arguments(problem, config), problem.silicon)
+    refusal = kernel.report.refusal(problem.silicon)
+    if refusal is not None:
+        raise ValueError(refusal)
+    run = Variant(op, problem, config, width, retarget(kernel))
+    worst = 0.0
+    for name, call in op.cases(problem, width, op.profile(problem, width).lengths, "cuda", seed=0):
+        expected = op.expect(problem, call)
+        for _ in range(RUNS):
+            run(call)
+            verdict = op.verify(problem, call, expected)
+            worst = max(worst, verdict.error)
+            if not verdict.ok:
+                return Verdict(worst, f"case '{name}': {verdict.problem}")
+    return Verdict(worst)
+
+
+def emulate_job(problem: Problem, config: Config, width: int) -> Verdict:
+    """`emulate` in a worker process.
+
+    Raises:
+        Poisoned: the GPU's context may be broken; this process must end.
+    """
+    import torch
+
+    try:
+        return emulate(ops.get(problem.op), problem, config, width)
+    except (CompileError, ValueError, torch.cuda.OutOfMemoryError):
+        raise  # says nothing of the variant's code
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [""]
+        raise Poisoned(f"{type(error).__name__}: {lines[0]}"[:300]) from error
+
+
+def hopper_here() -> Device:
+    """The GPU here.
+
+    Raises:
+        ValueError: it is not of compute capability 9.0, or there is none.
+    """
+    found = devices.here()
+    if found is None or found.silicon.capability != "9.0":
+        here = "there is none here" if found is None else f"{found.name} here is {found.silicon.target}"
+        raise ValueError(f"emulate needs an sm_90 GPU (H100, H200, GH200): {here}")
+    return found
+
+
+def candidates(op: Op[Any, Any], device: Device, rows: Sequence[int], db: Path | None) -> list[Candidate]:
+    """The default config of each rows value, then the best stored ones of the device's target, whatever their rows.
+
+    Raises:
+        ValueError: a problem that the kernel does not serve.
+        StoreError: the database can't be read.
+    """
+    # Imported here: running one variant needs no database.
+    from dsv4tune.tuned.store import Store
+
+    found = []
+    for n in rows:
+        problem = op.problem(n, device.silicon)
+        found.append(Candidate("default", problem, op.default(problem, device), op.width(MAX_CONTEXT, 0)))
+    if db is not None:
+        store = Store(db, create=False)
+        for key in store.problems(op.name):
+            best = store.best(key)
+            if best is None:
+                continue
+            problem = op.problem_from_json(best.problem)
+            if problem.silicon.target == device.silicon.target:
+                found.append(Candidate("stored", problem, Config(best.config), best.range.width))
+        store.close()
+    return found
+
+
+def emulate_all(wanted: Sequence[Candidate]) -> Iterator[Emulated]:
+    """Check each candidate in a process that a fault or a hang costs; results in order, as they come."""
+    pool = Pool(1, LIMIT_S)
+    try:
+        for candidate in wanted:
+            pool.submit(candidate, emulate_job, candidate.problem, candidate.config, candidate.width)
+        while pool.pending:
+            for _, answer in collect([pool], 1.0):
+                yield Emulated.of(answer)
+    finally:
+        pool.close()
