@@ -80,6 +80,8 @@ class Op(ABC, Generic[P, C]):
     """One kernel: its problem, space, templates, launch plan, inputs and float64 reference."""
 
     name: ClassVar[str]
+    #: Config words in the order in which people read them; a config may come from anywhere in any order.
+    words: ClassVar[tuple[str, ...]]
     #: Config words that only the launch plan reads: variants that differ in them alone share a binary.
     plan_words: ClassVar[tuple[str, ...]] = ()
 

@@ -94,6 +94,8 @@ def search_command(
         card, on_gpu = tune.choose_device(device, target)
         if trials < 1:
             raise ValueError(f"--trials must be at least 1, not {trials}")
+        if weights is not None and lengths is None:
+            raise ValueError("--weights goes with --lengths: name both")
         request = tune.Request(
             kernel=kernel,
             rows=_rows(rows),
@@ -110,7 +112,6 @@ def search_command(
             lengths=None if lengths is None else [_number(n, "--lengths") for n in lengths.split(",")],
             weights=None if weights is None else [_weight(w) for w in weights.split(",")],
         )
-        say(f"{'measuring on' if on_gpu else 'predicting for'} {card.name} ({card.silicon.target})")
         results = tune.tune(request, say)
     except (ValueError, store.StoreError, OSError) as error:
         fail(error)

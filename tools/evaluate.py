@@ -18,9 +18,12 @@ from dsv4tune.codegen.problem import Profile
 from dsv4tune.codegen.render import render
 from dsv4tune.codegen.space import Config
 from dsv4tune.tools import gpu
-from dsv4tune.tools.measure import Measured, Setup, compile_job, device_job, interpret_job
+from dsv4tune.tools.measure import Measured, Setup, compile_job, device_job, import_job, interpret_job
 from dsv4tune.tools.workers import Answer, Pool, collect
 from dsv4tune.tuned.records import Baseline, DeviceRecord, Environment, Range, Resources, Trial
+
+#: Tag of the jobs that only start a process.
+WARM = "warm"
 
 #: Seconds that one compile, and one check with its timing, may take.
 COMPILE_LIMIT_S, JUDGE_LIMIT_S = 60.0, 120.0
@@ -36,8 +39,11 @@ class Pools:
 
     @classmethod
     def start(cls, jobs: int, on_gpu: bool) -> Pools:
+        """Compilers import Triton, which takes seconds, while the caller prepares its inputs."""
         # Compilers fill every core; the process that times must not wait for one.
         compilers = Pool(jobs, COMPILE_LIMIT_S, {"CUDA_VISIBLE_DEVICES": ""}, nice=10)
+        for _ in range(jobs):
+            compilers.submit(WARM, import_job)
         if on_gpu:
             return cls(compilers, Pool(1, JUDGE_LIMIT_S), True)
         interpret = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
@@ -90,8 +96,8 @@ class Evaluation:
 
     @property
     def capacity(self) -> int:
-        # Enough compiled ahead that the one GPU never waits, few enough that the sampler learns.
-        return self.jobs + 2 if self.pools.on_gpu else self.jobs * 2
+        # Enough compiled ahead that neither compilers nor judges wait, few enough that the sampler learns.
+        return self.jobs * 2
 
     def submit(self, config: Config) -> None:
         self.pools.compilers.submit(config, compile_job, self.setup.problem, config)
@@ -99,6 +105,8 @@ class Evaluation:
     def collect(self, timeout: float) -> list[tuple[Config, Trial]]:
         done = []
         for pool, answer in collect([self.pools.compilers, self.pools.judges], timeout):
+            if answer.tag == WARM:
+                continue
             config: Config = answer.tag
             trial = self._compiled(config, answer) if pool is self.pools.compilers else self._judged(config, answer)
             if trial is not None:
@@ -109,7 +117,7 @@ class Evaluation:
         """A trial that ends at the compiler, or None where the candidate goes on to its check."""
         if answer.kind != "ok":
             status = "timeout" if answer.kind == "timeout" else "failed"
-            return self._trial(config, status, reason=f"compile: {answer.reason}", seconds=answer.seconds)
+            return self._trial(config, status, reason=f"compile: {answer.reason}")
         source_sha, report = answer.value
         self._reports[config] = (source_sha, report, answer.seconds)
         refusal = report.refusal(self.setup.problem.silicon)
@@ -128,15 +136,15 @@ class Evaluation:
         return None
 
     def _judged(self, config: Config, answer: Answer) -> Trial:
-        seconds = answer.seconds
+        seconds = round(answer.seconds, 3)
         if answer.kind != "ok":
             status = "timeout" if answer.kind == "timeout" else "failed"
-            return self._trial(config, status, reason=answer.reason, seconds=seconds)
+            return self._trial(config, status, reason=answer.reason, judge_seconds=seconds)
         measured = answer.value if self.pools.on_gpu else self._predicted(config, answer.value)
         verdict: Verdict = measured.verdict
         error = verdict.error if math.isfinite(verdict.error) else None
         if not verdict.ok:
-            return self._trial(config, "wrong", reason=verdict.problem or "", error=error, seconds=seconds)
+            return self._trial(config, "wrong", reason=verdict.problem or "", error=error, judge_seconds=seconds)
         times = {n: t.us for n, t in measured.timings.items()}
         spread = {n: t.spread for n, t in measured.timings.items()}
         beside = {n: t.baseline_us for n, t in measured.timings.items() if t.baseline_us is not None}
@@ -154,7 +162,7 @@ class Evaluation:
             error=error,
             checked_by="gpu" if self.pools.on_gpu else "interpreter",
             warnings=list(measured.warnings),
-            seconds=seconds,
+            judge_seconds=seconds,
         )
 
     def _predicted(self, config: Config, verdict: Verdict) -> Measured:
@@ -168,7 +176,7 @@ class Evaluation:
         }
         return Measured(verdict, timings)
 
-    def _trial(self, config: Config, status: Any, seconds: float = 0.0, **result: Any) -> Trial:
+    def _trial(self, config: Config, status: Any, **result: Any) -> Trial:
         problem, device = self.setup.problem, self.setup.device
         sha, report, compiling = self._reports.pop(config, (None, None, 0.0))
         return Trial(
@@ -183,7 +191,7 @@ class Evaluation:
             range=Range(**self.setup.profile.to_json()),
             resources=Resources(**report.to_json()) if report is not None else None,
             seed=self.setup.seed,
-            seconds=round(compiling + seconds, 3),
+            compile_seconds=round(compiling, 3),
             finished_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             **result,
         )

@@ -58,6 +58,11 @@ class Measured:
 # -- jobs -------------------------------------------------------------------------------------------------------
 
 
+def import_job() -> None:
+    """Import what compiling takes."""
+    import triton.compiler  # noqa: F401
+
+
 def compile_job(problem: Problem, config: Config) -> tuple[str, Report]:
     """Compile into Triton's cache, for whichever process launches it; the source's hash and the report."""
     op = ops.get(problem.op)

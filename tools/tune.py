@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dsv4tune.codegen import devices, ops
+from dsv4tune.codegen import cost, devices, ops
 from dsv4tune.codegen.devices import Device
 from dsv4tune.codegen.op import Op
 from dsv4tune.codegen.problem import Problem, Profile
@@ -88,6 +88,9 @@ def tune(request: Request, say: Say) -> list[dict[str, Any]]:
     store = Store(request.db)
     for note in store.notes:
         say(note)
+    card = f"{request.device.name} ({request.device.silicon.target})"
+    fitted = f"no such GPU here, cost model fitted on {cost.MODEL.fitted_on}"
+    say(f"measuring on {card}" if request.on_gpu else f"predicting for {card}: {fitted}")
     jobs = request.jobs or default_jobs()
     pools = Pools.start(jobs, request.on_gpu)
     deadline = None if request.budget_s is None else time.monotonic() + request.budget_s

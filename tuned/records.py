@@ -83,6 +83,7 @@ class Trial(Record):
             (``yardstick`` says which); lower is better.
         error: worst relative error of its check.
         checked_by: ``gpu``, ``interpreter`` or "".
+        compile_seconds, judge_seconds: what its compile job, and its check and timing, took.
     """
 
     problem: dict[str, Any]
@@ -105,7 +106,8 @@ class Trial(Record):
     resources: Resources | None = None
     warnings: list[str] = Field(default_factory=list)
     seed: int = 0
-    seconds: float = 0.0
+    compile_seconds: float = 0.0
+    judge_seconds: float = 0.0
     finished_at: str = ""
 
 

@@ -94,6 +94,21 @@ _BRANCHES: tuple[dict[str, tuple[int | str, ...]], ...] = (
 
 class Indexer(Op[IndexerProblem, IndexerCall]):
     name = "indexer"
+    words = (
+        "dialect",
+        "schedule",
+        "load",
+        "operand_order",
+        "dot",
+        "block_t",
+        "heads_per_step",
+        "splits",
+        "programs_per_sm",
+        "num_warps",
+        "num_stages",
+        "refill",
+        "page_ahead",
+    )
     plan_words = ("splits", "programs_per_sm")
 
     def problem(self, rows: int, silicon: Silicon, **options: Any) -> IndexerProblem:
@@ -235,7 +250,7 @@ class Indexer(Op[IndexerProblem, IndexerCall]):
             direct = programs // problem.rows
             left = int((tiles - direct).clamp(min=0).sum())
             longest = 1 + -(-left // programs)
-            scanned = scanned if left else scanned // 2
+            scanned = scanned if left else scanned // 2  # only whether there is any left
         return Work(
             programs=programs,
             steps=total,

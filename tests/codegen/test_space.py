@@ -120,6 +120,16 @@ def test_the_key_is_canonical_and_holds_every_field(indexer: Indexer, problem: I
     assert len({p.key for p in [problem, *others]}) == 7
 
 
+def test_the_order_of_words_changes_nothing(indexer: Indexer, problem: IndexerProblem, card: Device) -> None:
+    """A config from the database has its words sorted; it must find its own source again."""
+    space = indexer.space(problem, card)
+    assert tuple(p.name for p in space.parameters) == indexer.words
+    for config in space.valid()[::40]:
+        again = Config(json.loads(config.key))
+        assert again == config and list(again) != list(config)
+        assert render(indexer, problem, again) == render(indexer, problem, config)
+
+
 def test_the_same_silicon_under_another_name_is_the_same_problem(indexer: Indexer, card: Device) -> None:
     workstation = Device("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", card.silicon, 102400, 1, 1.0, "test")
     assert indexer.problem(1, workstation.silicon).key == indexer.problem(1, card.silicon).key

@@ -1,0 +1,225 @@
+"""The command line: what it prints, what it refuses, and that nothing finished is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes import make_trial
+from typer.testing import CliRunner
+
+from dsv4tune.tools.cli import app
+from dsv4tune.tuned.records import Baseline, Catalogue
+from dsv4tune.tuned.store import Store
+
+SEARCH = ["search", "--kernel", "indexer", "--target", "sm_120", "--rows", "64", "--max-context", "1048576"]
+
+
+def run(*arguments: object) -> Any:
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+def process(*arguments: object, **options: Any) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "dsv4tune.tools.cli", *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+
+
+@pytest.fixture
+def db(tmp_path: Path) -> Path:
+    return tmp_path / "tuned.db"
+
+
+@pytest.fixture
+def filled(db: Path) -> Path:
+    store = Store(db)
+    store.add(make_trial())
+    store.add(make_trial(rows=1, score=2.5))
+    store.close()
+    return db
+
+
+# -- bad input --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"--kernel": "indexr"}, "unknown kernel 'indexr': use one of indexer"),
+        ({"--target": "sm_70"}, "unknown target 'sm_70': use one of sm_89"),
+        ({"--device": "rtx-9999"}, "unknown device 'rtx-9999': use one of rtx-pro-6000"),
+        ({"--device": "h200"}, "device 'h200' is sm_90, not sm_120"),
+        ({"--trials": "0"}, "--trials must be at least 1, not 0"),
+        ({"--rows": "0"}, "--rows takes whole numbers above 0"),
+        ({"--rows": "many"}, "--rows takes whole numbers above 0"),
+        ({"--max-context": "1G"}, "--max-context takes whole numbers above 0"),
+        ({"--budget": "soon"}, "--budget takes a time such as 90s"),
+        ({"--lengths": "128,9999999"}, "live length 9999999 is outside 1..262208"),
+        ({"--lengths": "128", "--weights": "x"}, "--weights takes numbers"),
+        ({"--lengths": "128", "--weights": "1,2"}, "one weight for each of its lengths"),
+        ({"--weights": "1,2"}, "--weights goes with --lengths"),
+        ({"--db": "/nowhere/tuned.db"}, "folder /nowhere does not exist: create it"),
+        ({"--db": "/proc"}, "/proc is a folder: name a file"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(db: Path, change: dict[str, str], message: str) -> None:
+    options = dict(zip(SEARCH[1::2], SEARCH[2::2], strict=True)) | {"--trials": "2", "--db": str(db)} | change
+    result = run("search", *[part for option in options.items() for part in option])
+    assert result.exit_code == 2
+    assert message in result.stderr and result.stderr.startswith("dsv4tune: ")
+    assert result.stderr.count("\n") == 1 and result.stdout == ""
+
+
+def test_an_unwritable_database_loses_nothing(filled: Path) -> None:
+    filled.chmod(0o400)
+    before = filled.read_bytes()
+    if os.geteuid() == 0:
+        pytest.skip("root writes read-only files")
+    result = run(*SEARCH, "--trials", 2, "--db", filled)
+    assert result.exit_code == 2 and "can't write" in result.stderr
+    assert filled.read_bytes() == before
+
+
+def test_reading_commands_say_what_is_missing(db: Path, filled: Path) -> None:
+    for command in (["list"], ["show", "--kernel", "indexer", "--rows", 64], ["export"]):
+        result = run(*command, "--db", db.with_name("none.db"))
+        assert result.exit_code == 2 and "run a search first" in result.stderr
+    result = run("show", "--db", filled, "--kernel", "indexer", "--rows", 7)
+    assert result.exit_code == 2 and "no usable trial of indexer with 7 rows" in result.stderr
+    result = run("export", "--db", filled, "-o", "/nowhere/best.json")
+    assert result.exit_code == 2 and "can't write /nowhere/best.json" in result.stderr
+
+
+# -- reading ----------------------------------------------------------------------------------------------------
+
+
+def test_list_and_show(filled: Path) -> None:
+    rows = json.loads(run("list", "--db", filled, "--json").stdout)
+    assert [row["problem"]["rows"] for row in rows] == [1, 64]
+    assert rows[1]["trials"] == {"ok": 1} and rows[1]["best"]["provenance"] == "predicted"
+    assert "predicted: 3.00 us at 128" in run("list", "--db", filled).stdout
+
+    found = json.loads(run("show", "--db", filled, "--kernel", "indexer", "--rows", 64, "--json").stdout)
+    assert found["config"]["schedule"] == "hybrid" and found["resources"]["shared_bytes"] == 20_000
+    source = Path(found["source"])
+    assert "@triton.jit" in source.read_text()
+    text = run("show", "--db", filled, "--kernel", "indexer", "--rows", 64).stdout
+    assert "checked by interpreter" in text and str(source) in text
+
+
+def test_export_is_the_same_for_the_same_database(filled: Path, tmp_path: Path) -> None:
+    files = [tmp_path / "a.json", tmp_path / "b.json"]
+    for file in files:
+        assert run("export", "--db", filled, "-o", file).exit_code == 0
+    assert files[0].read_bytes() == files[1].read_bytes()
+    assert run("export", "--db", filled).stdout == files[0].read_text()
+    catalogue = Catalogue.model_validate_json(files[0].read_text())
+    assert [entry.problem["rows"] for entry in catalogue.entries] == [1, 64]
+    assert catalogue.schema_version == 1 and catalogue.entries[0].provenance == "predicted"
+
+
+def test_what_is_slower_than_the_server_is_not_exported(db: Path) -> None:
+    store = Store(db)
+    beside = Baseline(name="tilelang", version="0.1.12", times_us={128: 2.0, 262_208: 1000.0})
+    measured: dict[str, Any] = {"provenance": "measured", "yardstick": "tilelang", "baseline": beside}
+    store.add(make_trial(score=1.01, **measured))
+    store.add(make_trial(rows=1, score=0.9, **measured))
+    result = run("export", "--db", db)
+    assert "left out, not faster than tilelang (1.010 of it)" in result.stderr
+    assert [entry["problem"]["rows"] for entry in json.loads(result.stdout)["entries"]] == [1]
+
+
+def test_every_command_and_option_is_explained() -> None:
+    commands = ("search", "list", "show", "export", "emulate")
+    assert {c.name for c in app.registered_commands} == set(commands)
+    for command in commands:
+        result = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"})
+        assert result.exit_code == 0
+    assert run("--version").stdout.startswith("dsv4tune ")
+
+
+# -- the real thing, without a GPU ------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_search_without_a_gpu_end_to_end(db: Path) -> None:
+    done = process(*SEARCH, "--trials", 6, "--seed", 0, "--db", db, "--json")
+    out, err = done.communicate(timeout=300)
+    assert done.returncode == 0, err
+    assert out.count("\n") == 1, "one JSON object on stdout and nothing else"
+    result = json.loads(out)
+    assert result["status"] == "complete" and result["baseline"] is None and result["db"] == str(db)
+    assert result["problem"]["range"]["lengths"] == [128, 2048, 32768, 262_208]
+    assert list(result["trials"]) == ["total", "ok", "refused", "wrong", "unchecked", "failed", "timeout"]
+    assert result["trials"]["total"] == result["trials"]["ok"] == 6
+    best = result["best"]
+    assert best["provenance"] == "predicted" and best["checked_by"] == "interpreter" and best["error"] < 1e-5
+    assert list(best["predicted_us"]) == ["128", "2048", "32768", "262208"]
+    resources = best["resources"]
+    assert resources["shared_bytes"] <= 101_376 and resources["spill_bytes"] == 0 and "e4m3" in resources["mma"]
+    assert "predicting for rtx-pro-6000 (sm_120): no such GPU here" in err and "6/6 trials" in err
+
+    shown = json.loads(run("show", "--db", db, "--kernel", "indexer", "--rows", 64, "--json").stdout)
+    assert shown["source_is_current"] and shown["config"] == best["config"]
+    # The same again has nothing left to do; a different seed reuses what is there.
+    done = process(*SEARCH, "--trials", 6, "--seed", 1, "--db", db, "--json")
+    assert json.loads(done.communicate(timeout=300)[0])["tried"] == 0
+
+
+@pytest.mark.slow
+def test_kill_9_in_mid_search_loses_and_repeats_nothing(db: Path) -> None:
+    first = process(*SEARCH, "--trials", 30, "--db", db, "--json", start_new_session=True)
+    until = time.monotonic() + 120
+    while time.monotonic() < until:
+        time.sleep(0.2)
+        if db.exists() and _trials(db) >= 2:
+            break
+    os.killpg(first.pid, signal.SIGKILL)
+    first.wait()
+    held = _configs(db)
+    assert 2 <= len(held) < 30
+    done = process(*SEARCH, "--trials", len(held) + 2, "--db", db, "--json")
+    result = json.loads(done.communicate(timeout=300)[0])
+    after = _configs(db)
+    assert after[: len(held)] == held and len(after) == len(set(after)) == len(held) + 2
+    assert result["tried"] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_search_gives_the_best_so_far(db: Path, number: signal.Signals) -> None:
+    search = process(*SEARCH, "--trials", 200, "--db", db, "--json")
+    until = time.monotonic() + 120
+    while time.monotonic() < until and not (db.exists() and _trials(db) >= 1):
+        time.sleep(0.2)
+    search.send_signal(number)
+    out, err = search.communicate(timeout=60)
+    result = json.loads(out)
+    assert search.returncode == 0, err
+    assert result["status"] == "interrupted" and result["best"] is not None
+    assert "Traceback" not in err
+
+
+@pytest.mark.slow
+def test_the_budget_ends_a_search(db: Path) -> None:
+    done = process(*SEARCH, "--trials", 500, "--budget", "15s", "--db", db, "--json")
+    out, err = done.communicate(timeout=120)
+    assert json.loads(out)["status"] == "budget", err
+
+
+def _trials(db: Path) -> int:
+    try:
+        return int(sqlite3.connect(f"file:{db}?mode=ro", uri=True).execute("select count(*) from trial").fetchone()[0])
+    except sqlite3.OperationalError:
+        return 0
+
+
+def _configs(db: Path) -> list[str]:
+    return [row[0] for row in sqlite3.connect(db).execute("select config from trial order by id")]
