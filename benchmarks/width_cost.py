@@ -40,8 +40,8 @@ def main(path: Path) -> None:
             for width, session in sessions.items():
                 variant = Variant(op, problem, config, width, session.compile(config).compiled)
                 runs = [variant.prepared(call) for call in session.sets[length]]
-                graphs.append(session.capture(runs, session.launches[length]))
-            wide, narrow = (statistics.median(times) for times in sessions[2048].time(graphs, 41))
+                graphs.append(session.timer.capture(runs, session.launches[length]))
+            wide, narrow = (statistics.median(times) for times in sessions[2048].timer.time(graphs, 41))
             found[str(length)] = {
                 "us_262208": round(wide, 3),
                 "us_2048": round(narrow, 3),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from dsv4tune.codegen.devices import Device
-from dsv4tune.codegen.problem import Problem, Profile, Silicon
+from dsv4tune.codegen.problem import Problem, Profile, Shape, Silicon
 from dsv4tune.codegen.space import Config, Space
 
 if TYPE_CHECKING:
@@ -135,6 +135,10 @@ class Op(ABC, Generic[P, C]):
     def unchecked(self, config: Config) -> str | None:
         """Why a variant can't be executed away from its own silicon, or None where it can."""
 
+    def agreement(self, call: C, expected: Any) -> float | None:
+        """For ops whose output is only selected from: the share of the selection that is right, in the worst row."""
+        return None
+
     # -- checking and timing ------------------------------------------------------------------------------------
 
     @abstractmethod
@@ -154,16 +158,23 @@ class Op(ABC, Generic[P, C]):
         """Compare what a kernel left in the call's output with `expect`'s answer; poisons the output again."""
 
     @abstractmethod
-    def timing_sets(
-        self, problem: P, profile: Profile, length: int, sets: int, device: str, seed: int, pool: Any
-    ) -> list[C]:
-        """Calls on different bytes; `pool` is what `timing_pool` made."""
+    def shape(self, problem: P, profile: Profile, length: int) -> Shape:
+        """The call that a profile means at one of its lengths."""
 
     @abstractmethod
-    def timing_pool(self, problem: P, profile: Profile, min_bytes: int, device: str, seed: int) -> Any: ...
+    def bench_shapes(self) -> list[Shape]:
+        """What `bench` times unless told otherwise."""
 
     @abstractmethod
-    def bytes_moved(self, problem: P, profile: Profile, length: int) -> int:
+    def timing_pool(self, problem: P, shapes: Sequence[Shape], min_bytes: int, device: str, seed: int) -> Any:
+        """What the calls of these shapes read, and no less than `min_bytes` of it."""
+
+    @abstractmethod
+    def timing_sets(self, problem: P, shape: Shape, sets: int, device: str, seed: int, pool: Any) -> list[C]:
+        """Calls on different bytes of `pool`."""
+
+    @abstractmethod
+    def bytes_moved(self, problem: P, shape: Shape) -> int:
         """Bytes that any kernel must move once: the byte floor of one call."""
 
     @abstractmethod

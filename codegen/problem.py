@@ -87,9 +87,56 @@ class Profile:
             raise ValueError(f"live length {bad[0]} is outside 1..{self.width}, the width that the context allows")
 
     def to_json(self) -> dict[str, Any]:
+        """As it is stored; see `dsv4tune.tuned.records.Range`."""
         return {
             "width": self.width,
             "lengths": list(self.lengths),
             "weights": list(self.weights),
             "causal": self.causal,
+        }
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One call of a bench: what each row has live, and whose pages it reads.
+
+    Attributes:
+        name: one word or two.
+        kind: ``decode``, ``ragged``, ``verify`` or ``prefill``.
+        width: columns of the call.
+        live: live tokens of each row.
+        owner: the request of each row; rows of one request read the same pages.
+    """
+
+    name: str
+    kind: str
+    width: int
+    live: tuple[int, ...]
+    owner: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("decode", "ragged", "verify", "prefill"):
+            raise ValueError(f"shape '{self.name}': kind '{self.kind}' is not decode, ragged, verify or prefill")
+        if not self.live or len(self.live) != len(self.owner):
+            raise ValueError(f"shape '{self.name}': one owner for each live length, and at least one row")
+        if not all(0 <= n <= self.width for n in self.live):
+            raise ValueError(f"shape '{self.name}': live lengths must lie in 0..{self.width}, its width")
+
+    @property
+    def rows(self) -> int:
+        return len(self.live)
+
+    @property
+    def positions(self) -> int:
+        """Live tokens of all rows."""
+        return sum(self.live)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "kind": self.kind,
+            "rows": self.rows,
+            "live": max(self.live),
+            "width": self.width,
+            "positions": self.positions,
         }

@@ -124,6 +124,51 @@ def search_command(
         raise typer.Exit(1)
 
 
+@app.command("bench")
+def bench_command(
+    kernel: Annotated[str, typer.Option(help="What to time: indexer.")],
+    peers: Annotated[str, typer.Option(help="Other people's kernels beside it: all, none or names.")] = "all",
+    shapes: Annotated[
+        str,
+        typer.Option(
+            help="default, or a JSON file: a list of objects with name, kind (decode, ragged, verify, prefill), width, "
+            "live (a list, or one length with rows) and share (rows that read the same pages)."
+        ),
+    ] = "default",
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Also write the JSON to this file.")] = None,
+    db: Db = None,
+    as_json: AsJson = False,
+) -> None:
+    """Time the tuned entries, the defaults and every installed peer on the same tensors, on the GPU here.
+
+    Entries come from --db where it is given, else from the shipped ones.
+    """
+    from dsv4tune.codegen import devices, ops
+    from dsv4tune.tools import bench
+    from dsv4tune.tools import peers as known
+    from dsv4tune.tools.catalogue import write_whole
+    from dsv4tune.tuned.store import StoreError
+
+    try:
+        op = ops.get(kernel)
+        wanted = known.named(kernel, peers)
+        chosen = op.bench_shapes() if shapes == "default" else bench.read_shapes(Path(shapes))
+        card = devices.here()
+        if card is None:
+            raise ValueError("bench measures, and there is no GPU here: run it on the machine that serves")
+        result = bench.bench(op, card, chosen, wanted, db, say)
+        if output is not None:
+            write_whole(output, json.dumps(result, indent=1) + "\n")
+    except (ValueError, StoreError, OSError) as error:
+        fail(error)
+    if as_json:
+        typer.echo(json.dumps(result))
+    else:
+        for name, over in bench.ratios(result).items():
+            worst = f"worst {over['worst']:.3f} of {over['shapes']} shapes"
+            typer.echo(f"tuned over {name}: {over['geometric_mean']:.3f} ({worst})")
+
+
 @app.command("list")
 def list_command(
     kernel: Annotated[str | None, typer.Option(help="Only this kernel.")] = None,

@@ -92,7 +92,8 @@ class Evaluation:
 
     def floor_us(self, length: int) -> float:
         """Every byte once at the vendor's bandwidth."""
-        return self.op.bytes_moved(self.setup.problem, self.setup.profile, length) / self.setup.device.bandwidth * 1e6
+        shape = self.op.shape(self.setup.problem, self.setup.profile, length)
+        return self.op.bytes_moved(self.setup.problem, shape) / self.setup.device.bandwidth * 1e6
 
     @property
     def capacity(self) -> int:

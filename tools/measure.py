@@ -5,10 +5,10 @@ How a time is taken is written down once, in benchmarks/README.md.
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from dsv4tune.codegen import ops
 from dsv4tune.codegen.compile import Kernel, Report, compile_source
@@ -17,14 +17,10 @@ from dsv4tune.codegen.op import Op, Verdict
 from dsv4tune.codegen.problem import Problem, Profile
 from dsv4tune.codegen.render import render
 from dsv4tune.codegen.space import Config
+from dsv4tune.runtime.launch import Variant
+from dsv4tune.tools import gpu, peers
+from dsv4tune.tools.timing import Captured, Timer, middle
 from dsv4tune.tools.workers import Poisoned
-
-#: Launches of one captured graph, and the microseconds that they should take together.
-MOST_LAUNCHES, FEWEST_LAUNCHES, GRAPH_US = 64, 4, 300.0
-#: Replays of each graph, kernel and baseline in turn.
-ROUNDS = 9
-#: A launch of nothing takes about this long.
-LAUNCH_US = 2.0
 
 
 @dataclass(frozen=True)
@@ -73,8 +69,6 @@ def compile_job(problem: Problem, config: Config) -> tuple[str, Report]:
 
 def interpret_job(problem: Problem, config: Config) -> Verdict:
     """Check through Triton's interpreter; the process has ``TRITON_INTERPRET=1`` and no GPU is needed."""
-    import torch
-
     torch.set_num_threads(1)
     op = ops.get(problem.op)
     module = render(op, problem, config).load()
@@ -106,8 +100,6 @@ def device_job(setup: Setup, config: Config, baseline: str | None) -> Measured:
 
 def memory_job() -> int:
     """Free bytes of the GPU here."""
-    import torch
-
     _current.clear()
     torch.cuda.empty_cache()
     return int(torch.cuda.mem_get_info()[0])
@@ -126,10 +118,6 @@ class PeerTimes:
 
 def peer_job(setup: Setup, name: str) -> PeerTimes:
     """Time a peer over the profile; lengths that don't fit in memory are left out and named."""
-    import torch
-
-    from dsv4tune.tools import peers
-
     peer = peers.PEERS[name]
     missing = peer.missing()
     if missing is not None:
@@ -142,8 +130,8 @@ def peer_job(setup: Setup, name: str) -> PeerTimes:
             launches = 1 if peer.slow else session.launches[length]
             calls = session.sets[length][: 1 if peer.slow else None]
             try:
-                graph = session.capture([peer.prepare(setup.problem, c) for c in calls], launches)
-                times[length] = round(_middle(session.time([graph], ROUNDS)[0])[0], 4)
+                graph = session.timer.capture([peer.prepare(setup.problem, c) for c in calls], launches)
+                times[length] = round(middle(session.timer.time([graph])[0])[0], 4)
             except torch.cuda.OutOfMemoryError:
                 left_out += f"{length}: out of memory; "
             torch.cuda.empty_cache()
@@ -161,98 +149,44 @@ _current: list[tuple[Setup, _Session]] = []
 
 def _session(setup: Setup) -> _Session:
     if not _current or _current[0][0] != setup:
-        import torch
-
         _current.clear()  # the old one's memory first
         torch.cuda.empty_cache()
         _current.append((setup, _Session(setup)))
     return _current[0][1]
 
 
-@dataclass(frozen=True)
-class _Captured:
-    """A graph and what it replays; the runs own tensors that a peer made for itself and the graph reads."""
-
-    graph: Any
-    launches: int
-    runs: tuple[Callable[[], Any], ...]
-
-
 class _Session:
     """Inputs, expected values and the baseline's graphs of one problem."""
 
     def __init__(self, setup: Setup) -> None:
-        import torch
-
-        self.torch = torch
         self.setup = setup
         self.op: Op[Any, Any] = ops.get(setup.problem.op)
         problem, profile = setup.problem, setup.profile
         cases = self.op.cases(problem, profile.width, profile.lengths, "cuda", setup.seed)
         self.cases = [(name, call, self.op.expect(problem, call)) for name, call in cases]
-        cache = setup.device.l2_bytes
-        self.flush = torch.ones(2 * cache // 4, dtype=torch.int32, device="cuda")
-        pool = self.op.timing_pool(problem, profile, 4 * cache, "cuda", setup.seed)
+        self.timer = Timer(setup.device)
+        shapes = {length: self.op.shape(problem, profile, length) for length in profile.lengths}
+        enough = 4 * setup.device.l2_bytes
+        pool = self.op.timing_pool(problem, list(shapes.values()), enough, "cuda", setup.seed)
         self.sets: dict[int, list[Any]] = {}
         self.launches: dict[int, int] = {}
-        for length in profile.lengths:
-            moved = self.op.bytes_moved(problem, profile, length)
-            about = LAUNCH_US + moved / setup.device.bandwidth * 1e6
-            launches = max(FEWEST_LAUNCHES, min(MOST_LAUNCHES, int(GRAPH_US / about)))
-            sets = max(1, min(launches, -(-2 * cache // moved)))
-            self.launches[length] = launches
-            self.sets[length] = self.op.timing_sets(problem, profile, length, sets, "cuda", setup.seed, pool)
-        self.peers: dict[str, dict[int, _Captured]] = {}
+        for length, shape in shapes.items():
+            moved = self.op.bytes_moved(problem, shape)
+            self.launches[length] = self.timer.launches(moved)
+            sets = self.timer.sets(moved)
+            self.sets[length] = self.op.timing_sets(problem, shape, sets, "cuda", setup.seed, pool)
+        self.peers: dict[str, dict[int, Captured]] = {}
         torch.cuda.synchronize()
 
-    def peer(self, name: str) -> dict[int, _Captured]:
+    def peer(self, name: str) -> dict[int, Captured]:
         """A peer's graphs by length, kept for as long as candidates are timed beside it."""
-        from dsv4tune.tools import peers
-
         if name not in self.peers:
             prepare = peers.PEERS[name].prepare
             self.peers[name] = {
-                length: self.capture([prepare(self.setup.problem, c) for c in calls], self.launches[length])
+                length: self.timer.capture([prepare(self.setup.problem, c) for c in calls], self.launches[length])
                 for length, calls in self.sets.items()
             }
         return self.peers[name]
-
-    def capture(self, runs: Sequence[Callable[[], Any]], launches: int) -> _Captured:
-        """A graph of `launches` calls that walk through `runs`, after one warm call of each."""
-        torch = self.torch
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for run in runs:
-                run()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for number in range(launches):
-                runs[number % len(runs)]()
-        return _Captured(graph, launches, tuple(runs))
-
-    def time(self, graphs: Sequence[_Captured], rounds: int) -> list[list[float]]:
-        """Microseconds of one launch for each round, by graph; graphs take turns, in rotating order."""
-        torch = self.torch
-        events: list[list[tuple[Any, Any]]] = [[] for _ in graphs]
-        for captured in graphs:
-            captured.graph.replay()
-        for number in range(rounds):
-            for step in range(len(graphs)):
-                which = (step + number) % len(graphs)
-                # Read, not written: dirty lines would be written back while the kernel runs.
-                self.flush.sum()
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                start.record()
-                graphs[which].graph.replay()
-                end.record()
-                events[which].append((start, end))
-        torch.cuda.synchronize()
-        return [
-            [start.elapsed_time(end) * 1e3 / captured.launches for start, end in pairs]
-            for pairs, captured in zip(events, graphs, strict=True)
-        ]
 
     def peer_error(self, peer: Any) -> float:
         """A peer's error by the measure that ours is judged by, on a call without poison: it owes us no more."""
@@ -263,8 +197,6 @@ class _Session:
         return self.op.verify(problem, call, self.op.expect(problem, call)).error
 
     def measure(self, config: Config, baseline: str | None) -> Measured:
-        from dsv4tune.runtime.launch import Variant
-
         problem, profile = self.setup.problem, self.setup.profile
         variant = Variant(self.op, problem, config, profile.width, self.compile(config).compiled)
         verdict = self.check(variant)
@@ -273,12 +205,12 @@ class _Session:
         beside = self.peer(baseline) if baseline is not None else {}
         timings = {}
         for length in profile.lengths:
-            graphs = [self.capture([variant.prepared(call) for call in self.sets[length]], self.launches[length])]
+            graphs = [self.timer.capture([variant.prepared(call) for call in self.sets[length]], self.launches[length])]
             if length in beside:
                 graphs.append(beside[length])
-            times = self.time(graphs, ROUNDS)
-            us, spread = _middle(times[0])
-            timings[length] = Timing(us, spread, _middle(times[1])[0] if len(times) > 1 else None)
+            times = self.timer.time(graphs)
+            us, spread = middle(times[0])
+            timings[length] = Timing(us, spread, middle(times[1])[0] if len(times) > 1 else None)
         return Measured(verdict, timings, _warnings())
 
     def compile(self, config: Config) -> Kernel:
@@ -296,16 +228,7 @@ class _Session:
         return Verdict(worst)
 
 
-def _middle(times: Sequence[float]) -> tuple[float, float]:
-    """Median, and the interquartile range over it."""
-    middle = statistics.median(times)
-    low, _, high = statistics.quantiles(times, n=4) if len(times) > 1 else (middle, middle, middle)
-    return middle, (high - low) / middle
-
-
 def _context_is_broken() -> bool:
-    import torch
-
     try:
         torch.cuda.synchronize()
         torch.ones(1, device="cuda").item()
@@ -316,6 +239,4 @@ def _context_is_broken() -> bool:
 
 def _warnings() -> tuple[str, ...]:
     """What makes a timing doubtful: another process's work on this GPU, or clocks held down."""
-    from dsv4tune.tools.gpu import state
-
-    return state().warnings
+    return gpu.state().warnings

@@ -83,6 +83,22 @@ class DeepGemm(Peer):
         return lambda: logits(q, kv, weights, lens, call.page_table, schedule, call.width, clean_logits=False)
 
 
+class DeepGemmSchedule(DeepGemm):
+    """The same with its schedule made in every call: what it costs where nothing shares a step's schedule."""
+
+    name = "deep_gemm_schedule"
+
+    def prepare(self, problem: Problem, call: IndexerCall) -> Callable[[], Any]:
+        deep_gemm = importlib.import_module("deep_gemm")
+        q, kv, weights = _sglang_arguments(call)
+        lens = call.seq_lens.contiguous().view(-1, 1)
+        schedule, logits = deep_gemm.get_paged_mqa_logits_metadata, deep_gemm.fp8_paged_mqa_logits
+        sms = problem.silicon.sm_count
+        return lambda: logits(
+            q, kv, weights, lens, call.page_table, schedule(lens, 64, sms), call.width, clean_logits=False
+        )
+
+
 class TileLang(Peer):
     """SGLang's default indexer on sm_120."""
 
@@ -108,20 +124,50 @@ class TorchSm120(Peer):
     packages = ("sglang",)
     install = _SGLANG
     slow = True
+    function: ClassVar[str] = "fp8_paged_mqa_logits_torch_sm120"
 
     def prepare(self, problem: Problem, call: IndexerCall) -> Callable[[], Any]:
-        logits = importlib.import_module(self.module).fp8_paged_mqa_logits_torch_sm120
+        logits = getattr(importlib.import_module(self.module), self.function)
         q, kv, weights = _sglang_arguments(call)
         lens = call.seq_lens.contiguous()
         return lambda: logits(q, kv, weights, lens, call.page_table, None, call.width, False)
 
 
-PEERS: dict[str, Peer] = {peer.name: peer for peer in (DeepGemm(), TileLang(), TorchSm120())}
+class Torch(TorchSm120):
+    """The torch fallback of the other cards."""
+
+    name = "torch"
+    function = "fp8_paged_mqa_logits_torch"
+
+
+PEERS: dict[str, Peer] = {
+    peer.name: peer for peer in (DeepGemm(), DeepGemmSchedule(), TileLang(), TorchSm120(), Torch())
+}
 
 #: The kernel that SGLang 0.5.23 runs by default, by op and capability.
 _BASELINES = {
     "indexer": {"9.0": "deep_gemm", "10.0": "deep_gemm", "12.0": "tilelang", "12.1": "tilelang", "8.9": "deep_gemm"}
 }
+
+
+#: Peers that a search reports beside the baseline.
+REFERENCES = ("deep_gemm", "tilelang", "torch_sm120")
+
+
+def named(op: str, words: str) -> list[str]:
+    """The op's peers that ``--peers`` names: all, none, or a list.
+
+    Raises:
+        ValueError: a name that is no peer of this op.
+    """
+    known = [name for name, peer in PEERS.items() if peer.op == op]
+    if words in ("all", "none"):
+        return known if words == "all" else []
+    wanted = words.split(",")
+    for name in wanted:
+        if name not in known:
+            raise ValueError(f"unknown peer '{name}': use all, none or some of {', '.join(known)}")
+    return wanted
 
 
 def baseline(op: str, capability: str) -> Peer:

@@ -214,7 +214,7 @@ def _baseline(setup: Setup, pools: Pools, say: Say) -> tuple[Baseline | None, di
     peer = peers.baseline(setup.problem.op, setup.problem.silicon.capability)
     references: dict[str, Any] = {}
     for name, other in peers.PEERS.items():
-        if other.op != setup.problem.op:
+        if other.op != setup.problem.op or name not in (peer.name, *peers.REFERENCES):
             continue
         answer = pools.ask(pools.judges, measure.peer_job, setup, name)
         if answer.kind == "ok" and answer.value.missing is None:

@@ -18,7 +18,7 @@ from dsv4tune.codegen.devices import KB, Device
 from dsv4tune.codegen.op import Argument, Op, Plan, Verdict, Work
 from dsv4tune.codegen.ops import indexer_check
 from dsv4tune.codegen.ops.indexer_call import IndexerCall
-from dsv4tune.codegen.problem import Problem, Profile, Silicon
+from dsv4tune.codegen.problem import Problem, Profile, Shape, Silicon
 from dsv4tune.codegen.space import Config, Parameter, Refusal, Space
 
 #: Bytes a token takes in a page beyond its values, by cache layout.
@@ -234,7 +234,7 @@ class Indexer(Op[IndexerProblem, IndexerCall]):
 
     def work(self, problem: IndexerProblem, config: Config, profile: Profile, length: int) -> Work:
         block_t = config.int("block_t")
-        rows = indexer_check.row_lengths(problem.rows, length, profile.causal)
+        rows = torch.tensor(self.shape(problem, profile, length).live)
         tiles = (rows + block_t - 1) // block_t
         total, most = int(tiles.sum()), int(tiles.max())
         programs = math.prod(self.plan(problem, config, profile.width).grid)
@@ -312,42 +312,39 @@ class Indexer(Op[IndexerProblem, IndexerCall]):
     def verify(self, problem: IndexerProblem, call: IndexerCall, expected: indexer_check.Expected) -> Verdict:
         return indexer_check.verify(problem, call, expected)
 
+    def agreement(self, call: IndexerCall, expected: indexer_check.Expected) -> float | None:
+        return indexer_check.overlap(call, expected)
+
+    def shape(self, problem: IndexerProblem, profile: Profile, length: int) -> Shape:
+        return indexer_check.shape_of(problem.rows, profile, length)
+
+    def bench_shapes(self) -> list[Shape]:
+        return indexer_check.bench_shapes(self.width(1 << 20, 0))
+
     def timing_pool(
-        self, problem: IndexerProblem, profile: Profile, min_bytes: int, device: str, seed: int
+        self, problem: IndexerProblem, shapes: Sequence[Shape], min_bytes: int, device: str, seed: int
     ) -> torch.Tensor:
-        live = max(self._live_pages(problem, profile, n) for n in profile.lengths)
-        pages = max(live, -(-min_bytes // problem.page_bytes))
+        live = max(indexer_check.live_pages(problem, shape) for shape in shapes)
+        pages = max(1, live, -(-min_bytes // problem.page_bytes))
         return indexer_check.random_pool(problem, pages, device, seed)
 
     def timing_sets(
-        self,
-        problem: IndexerProblem,
-        profile: Profile,
-        length: int,
-        sets: int,
-        device: str,
-        seed: int,
-        pool: torch.Tensor,
+        self, problem: IndexerProblem, shape: Shape, sets: int, device: str, seed: int, pool: torch.Tensor
     ) -> list[IndexerCall]:
-        return indexer_check.timing_sets(problem, profile, length, sets, device, seed, pool)
+        return indexer_check.timing_sets(problem, shape, sets, device, seed, pool)
 
-    def bytes_moved(self, problem: IndexerProblem, profile: Profile, length: int) -> int:
-        tokens = indexer_check.row_lengths(problem.rows, length, profile.causal).sum().item()
+    def bytes_moved(self, problem: IndexerProblem, shape: Shape) -> int:
         per_row = problem.heads * (problem.head_dim + 4) + 4
-        keys = self._live_pages(problem, profile, length) * problem.page_bytes
-        return int(keys + tokens * 4 + problem.rows * per_row)
+        keys = indexer_check.live_pages(problem, shape) * problem.page_bytes
+        return keys + shape.positions * 4 + shape.rows * per_row
 
     def memory_needed(self, problem: IndexerProblem, profile: Profile, length: int) -> int:
+        shape = self.shape(problem, profile, length)
         tables = problem.rows * (profile.width // problem.page_size) * 4
         logits = problem.rows * profile.width * 4
-        pool = self._live_pages(problem, profile, length) * problem.page_bytes
+        pool = indexer_check.live_pages(problem, shape) * problem.page_bytes
         # The peer's own output, ours, and the check's float64 reference of one row.
         return pool + 2 * logits + 32 * tables + length * problem.heads * 16
-
-    def _live_pages(self, problem: IndexerProblem, profile: Profile, length: int) -> int:
-        """Distinct pages of one call: rows of one prompt share theirs."""
-        pages = -(-length // problem.page_size)
-        return pages if profile.causal else pages * problem.rows
 
     def output(self, call: IndexerCall) -> torch.Tensor:
         return call.logits

@@ -10,7 +10,7 @@ import torch
 
 from dsv4tune.codegen.op import Verdict
 from dsv4tune.codegen.ops.indexer_call import IndexerCall
-from dsv4tune.codegen.problem import Profile
+from dsv4tune.codegen.problem import Profile, Shape
 
 if TYPE_CHECKING:
     from dsv4tune.codegen.ops.indexer import IndexerProblem
@@ -29,15 +29,15 @@ _POISON = 0x7FC0BEEF  # a NaN payload that no kernel computes
 _GUARD_COLUMNS = 64
 
 
-def row_lengths(rows: int, length: int, causal: bool) -> torch.Tensor:
-    """Live tokens of each row: the same everywhere, or those of consecutive queries of one prompt.
+def shape_of(rows: int, profile: Profile, length: int) -> Shape:
+    """The call that a profile means: the same length everywhere, or consecutive queries of one prompt.
 
     A compressed entry stands for 4 tokens, so 4 neighbouring queries see the same entries.
     """
-    if not causal:
-        return torch.full((rows,), length, dtype=torch.int32)
-    back = torch.arange(rows - 1, -1, -1, dtype=torch.int32) // 4
-    return (length - back).clamp(min=0)
+    if not profile.causal:
+        return Shape(f"{rows}x{length}", "decode", profile.width, (length,) * rows, tuple(range(rows)))
+    live = tuple(max(0, length - back // 4) for back in range(rows - 1, -1, -1))
+    return Shape(f"{rows} to {length}", "prefill", profile.width, live, (0,) * rows)
 
 
 def random_pool(problem: IndexerProblem, pages: int, device: str, seed: int) -> torch.Tensor:
@@ -245,6 +245,20 @@ def verify(problem: IndexerProblem, call: IndexerCall, expected: Expected) -> Ve
     return Verdict(worst, wrong)
 
 
+def overlap(call: IndexerCall, expected: Expected) -> float | None:
+    """The share of the reference's top 512 that the output's top 512 hold, in the worst row that has more tokens."""
+    worst = None
+    for group in expected.rows:
+        long = group.threshold.isfinite()
+        if bool(long.any()):
+            got = call.logits[group.index[long], : group.want.shape[1]].masked_fill(~group.live[long], float("-inf"))
+            want = group.want[long].masked_fill(~group.live[long], float("-inf"))
+            picked = torch.zeros_like(want, dtype=torch.bool).scatter_(1, want.topk(TOP_K).indices, True)
+            share = picked.gather(1, got.nan_to_num(nan=float("-inf")).topk(TOP_K).indices).double().mean(dim=1).min()
+            worst = min(float(share), 1.0 if worst is None else worst)
+    return worst
+
+
 def _outside(problem: IndexerProblem, call: IndexerCall, expected: Expected) -> str | None:
     """Whether anything was written, or left unwritten, where the contract says otherwise."""
     if problem.clean:
@@ -270,22 +284,61 @@ def _untouched(tensor: torch.Tensor) -> bool:
 # -- timing -----------------------------------------------------------------------------------------------------
 
 
+def live_pages(problem: IndexerProblem, shape: Shape) -> int:
+    """Distinct pages of one call: those of each request's longest row."""
+    longest: dict[int, int] = {}
+    for owner, live in zip(shape.owner, shape.live, strict=True):
+        longest[owner] = max(live, longest.get(owner, 0))
+    return sum(-(-live // problem.page_size) for live in longest.values())
+
+
 def timing_sets(
-    problem: IndexerProblem, profile: Profile, length: int, sets: int, device: str, seed: int, pool: torch.Tensor
+    problem: IndexerProblem, shape: Shape, sets: int, device: str, seed: int, pool: torch.Tensor
 ) -> list[IndexerCall]:
     """Calls over different pages of `pool` and one output, as a server's graph reuses its own."""
     generator = torch.Generator(device).manual_seed(seed)
-    rows, page = problem.rows, problem.page_size
-    lens = row_lengths(rows, length, profile.causal).to(device)
-    table_width = profile.width // page
-    live = -(-length // page)
-    logits = torch.empty(rows, profile.width, dtype=torch.float32, device=device)
-    calls = []
+    lens = torch.tensor(shape.live, dtype=torch.int32, device=device)
+    owners = sorted(set(shape.owner))
+    request = torch.tensor([owners.index(owner) for owner in shape.owner], device=device)
+    longest = torch.zeros(len(owners), dtype=torch.int32, device=device).scatter_reduce(0, request, lens, "amax")
+    pages = ((longest + problem.page_size - 1) // problem.page_size).long()
+    before = torch.cumsum(pages, 0) - pages
+    column = torch.arange(shape.width // problem.page_size, device=device)[None, :]
+    logits = torch.empty(shape.rows, shape.width, dtype=torch.float32, device=device)
     order = torch.randperm(pool.shape[0], device=device, generator=generator).to(torch.int32)
+    need = int(pages.sum())
+    calls = []
     for number in range(sets):
-        table = torch.zeros(rows, table_width, dtype=torch.int32, device=device)
-        need = live if profile.causal else live * rows
-        ids = order[torch.arange(number * need, (number + 1) * need, device=device) % order.shape[0]]
-        table[:, :live] = ids if profile.causal else ids.view(rows, live)
+        ids = order[(number * need + before[:, None] + column) % order.shape[0]]
+        table = torch.where(column < pages[:, None], ids, 0)[request].contiguous()
         calls.append(_call(problem, pool, lens.clone(), table, logits, None, generator))
     return calls
+
+
+def bench_shapes(width: int) -> list[Shape]:
+    """What `bench` times unless told otherwise: decode at every length, ragged mixes, verify and prefill."""
+
+    def decode(rows: int, live: int) -> Shape:
+        return Shape(f"{rows}x{live}", "decode", width, (live,) * rows, tuple(range(rows)))
+
+    def ragged(name: str, live: Sequence[int]) -> Shape:
+        return Shape(name, "ragged", width, tuple(live), tuple(range(len(live))))
+
+    def prefill(rows: int, length: int) -> Shape:
+        # The table of a prefill is as wide as its prompt.
+        columns = -(-length // 64) * 64
+        return shape_of(rows, Profile(columns, (length,), (1.0,), causal=True), length)
+
+    dice = torch.Generator().manual_seed(0)
+    uniform = torch.randint(0, 32_769, (64,), generator=dice).tolist()
+    drafts = [(request, 8192 + 97 * request + draft) for request in range(16) for draft in range(4)]
+    return [
+        *(decode(rows, live) for rows in (1, 16) for live in (128, 2048, 32_768, width)),
+        *(decode(64, live) for live in (128, 2048, 32_768, 131_072)),
+        ragged("64 one straggler", [131_072] + [128] * 63),
+        ragged("64 uniform", uniform),
+        ragged("64 half empty", [0, 8192] * 32),
+        Shape("16 x 4 drafts", "verify", width, tuple(n for _, n in drafts), tuple(r for r, _ in drafts)),
+        prefill(4096, 2048),
+        prefill(4096, 32_768),
+    ]

@@ -15,7 +15,7 @@ from dsv4tune.codegen.devices import Device
 from dsv4tune.codegen.ops import indexer_check
 from dsv4tune.codegen.ops.indexer import Indexer, IndexerProblem
 from dsv4tune.codegen.ops.indexer_call import IndexerCall
-from dsv4tune.codegen.problem import Profile
+from dsv4tune.codegen.problem import Profile, Shape
 from dsv4tune.codegen.space import Config
 from dsv4tune.runtime.launch import Variant
 
@@ -257,24 +257,48 @@ def test_cleaning_is_judged(indexer: Indexer, small: IndexerProblem) -> None:
 
 
 def test_causal_rows_see_what_came_before_them() -> None:
-    lengths = indexer_check.row_lengths(9, 100, causal=True).tolist()
-    assert lengths == [98, 99, 99, 99, 99, 100, 100, 100, 100]
-    assert indexer_check.row_lengths(3, 7, causal=False).tolist() == [7, 7, 7]
+    causal = indexer_check.shape_of(9, Profile(128, (100,), (1.0,), causal=True), 100)
+    assert causal.live == (98, 99, 99, 99, 99, 100, 100, 100, 100) and set(causal.owner) == {0}
+    decode = indexer_check.shape_of(3, Profile(128, (7,), (1.0,)), 7)
+    assert decode.live == (7, 7, 7) and decode.owner == (0, 1, 2) and decode.positions == 21
 
 
 def test_timing_sets_lie_on_different_pages(indexer: Indexer, small: IndexerProblem) -> None:
-    profile = Profile(1024, (640,), (1.0,))
-    pool = indexer.timing_pool(small, profile, 200 * 8448, "cpu", 0)
-    sets = indexer.timing_sets(small, profile, 640, 3, "cpu", 0, pool)
+    shape = indexer.shape(small, Profile(1024, (640,), (1.0,)), 640)
+    pool = indexer.timing_pool(small, [shape], 200 * 8448, "cpu", 0)
+    sets = indexer.timing_sets(small, shape, 3, "cpu", 0, pool)
     used = [set(call.page_table[:, :10].flatten().tolist()) for call in sets]
     assert all(len(pages) == 50 for pages in used)
     assert not used[0] & used[1] and not used[1] & used[2]
     assert not pool[:, :8192].view(torch.float8_e4m3fn).float().isnan().any()
 
 
+def test_rows_of_one_request_share_its_pages(indexer: Indexer, small: IndexerProblem) -> None:
+    shape = Shape("drafts", "verify", 1024, (100, 129, 64, 65, 0), (7, 7, 3, 3, 9))
+    pool = indexer.timing_pool(small, [shape], 0, "cpu", 0)
+    assert pool.shape[0] == 3 + 2
+    (call,) = indexer.timing_sets(small, shape, 1, "cpu", 0, pool)
+    table = call.page_table.tolist()
+    assert table[0] == table[1] and table[2] == table[3]
+    assert len(set(table[0][:3] + table[2][:2])) == 5
+    assert call.seq_lens.tolist() == [100, 129, 64, 65, 0]
+
+
 def test_bytes_moved_counts_each_byte_once(indexer: Indexer, small: IndexerProblem) -> None:
-    profile = Profile(1024, (100,), (1.0,))
     rows = 5 * (64 * 128 + 64 * 4 + 4)
-    assert indexer.bytes_moved(small, profile, 100) == 5 * 2 * 8448 + 5 * 100 * 4 + rows
-    causal = Profile(1024, (100,), (1.0,), causal=True)
-    assert indexer.bytes_moved(small, causal, 100) == 2 * 8448 + (99 + 4 * 100) * 4 + rows
+    decode = indexer.shape(small, Profile(1024, (100,), (1.0,)), 100)
+    assert indexer.bytes_moved(small, decode) == 5 * 2 * 8448 + 5 * 100 * 4 + rows
+    causal = indexer.shape(small, Profile(1024, (100,), (1.0,), causal=True), 100)
+    assert indexer.bytes_moved(small, causal) == 2 * 8448 + (99 + 4 * 100) * 4 + rows
+
+
+def test_bench_shapes_are_those_that_the_bars_speak_of(indexer: Indexer) -> None:
+    shapes = indexer.bench_shapes()
+    kinds = [shape.kind for shape in shapes]
+    assert {k: kinds.count(k) for k in kinds} == {"decode": 12, "ragged": 3, "verify": 1, "prefill": 2}
+    assert len({shape.name for shape in shapes}) == len(shapes)
+    assert max(shape.positions for shape in shapes if shape.kind == "decode") >= 8_000_000
+    with pytest.raises(ValueError, match=r"must lie in 0\.\.128"):
+        Shape("x", "decode", 128, (129,), (0,))
+    with pytest.raises(ValueError, match="is not decode"):
+        Shape("x", "other", 128, (1,), (0,))

@@ -14,7 +14,7 @@ from dsv4tune.codegen.devices import Device
 from dsv4tune.codegen.ops import indexer_check
 from dsv4tune.codegen.ops.indexer import Indexer, IndexerProblem
 from dsv4tune.codegen.ops.indexer_call import IndexerCall
-from dsv4tune.codegen.problem import Profile
+from dsv4tune.codegen.problem import Profile, Shape
 from dsv4tune.codegen.render import render
 from dsv4tune.codegen.space import Config
 from dsv4tune.runtime.launch import Variant
@@ -50,6 +50,10 @@ def compiled_ahead(op: Indexer, problem: IndexerProblem, configs: list[Config]) 
 def variant(op: Indexer, problem: IndexerProblem, config: Config, width: int) -> Variant:
     kernel = compile_source(render(op, problem, config), op.arguments(problem, config), problem.silicon)
     return Variant(op, problem, config, width, kernel.compiled)
+
+
+def uniform(rows: int, width: int) -> Shape:
+    return indexer_check.shape_of(rows, Profile(width, (width,), (1.0,)), width)
 
 
 def every_design(op: Indexer, problem: IndexerProblem, gpu: Device) -> list[Config]:
@@ -123,9 +127,8 @@ def test_page_offsets_past_31_bits(indexer: Indexer, gpu: Device) -> None:
     if torch.cuda.mem_get_info()[0] < 3 * pages * 8448:
         pytest.skip("needs 7 GB of free GPU memory")
     problem = indexer.problem(4, gpu.silicon)
-    profile = Profile(WIDTH, (WIDTH,), (1.0,))
     pool = indexer_check.random_pool(problem, pages, "cuda", 0)
-    (call,) = indexer.timing_sets(problem, profile, WIDTH, 1, "cuda", 0, pool)
+    (call,) = indexer.timing_sets(problem, uniform(4, WIDTH), 1, "cuda", 0, pool)
     call.page_table.copy_(torch.randint(pages - 300, pages, call.page_table.shape, device="cuda"))
     expected = indexer.expect(problem, call)
     for config in every_design(indexer, problem, gpu):
@@ -141,9 +144,8 @@ def test_output_offsets_past_31_bits(indexer: Indexer, gpu: Device) -> None:
     if torch.cuda.mem_get_info()[0] < 5 * rows * stride:
         pytest.skip("needs 10 GB of free GPU memory")
     problem = indexer.problem(rows, gpu.silicon)
-    profile = Profile(width, (width,), (1.0,))
     pool = indexer_check.random_pool(problem, 64, "cuda", 0)
-    (call,) = indexer.timing_sets(problem, profile, width, 1, "cuda", 0, pool)
+    (call,) = indexer.timing_sets(problem, uniform(rows, width), 1, "cuda", 0, pool)
     far = torch.empty(rows, stride, device="cuda")
     call = replace(call, logits=far[:, :width])
     expected = indexer.expect(problem, call)
@@ -156,7 +158,7 @@ def test_more_rows_than_a_grid_dimension(indexer: Indexer, gpu: Device) -> None:
     rows, width = 70_000, 2 * 64
     problem = indexer.problem(rows, gpu.silicon)
     pool = indexer_check.random_pool(problem, 64, "cuda", 0)
-    (call,) = indexer.timing_sets(problem, Profile(width, (width,), (1.0,)), width, 1, "cuda", 0, pool)
+    (call,) = indexer.timing_sets(problem, uniform(rows, width), 1, "cuda", 0, pool)
     expected = indexer.expect(problem, call)
     config = indexer.default(problem, gpu)
     variant(indexer, problem, config, width)(call)
@@ -167,15 +169,8 @@ def test_verify_rows_equal_single_rows(indexer: Indexer, gpu: Device) -> None:
     """Draft tokens of one request share its pages; each row's result is that of the row alone, to the bit."""
     rows = 8
     problem, single = indexer.problem(rows, gpu.silicon), indexer.problem(1, gpu.silicon)
-    (call,) = indexer.timing_sets(
-        problem,
-        Profile(WIDTH, (WIDTH,), (1.0,)),
-        WIDTH,
-        1,
-        "cuda",
-        3,
-        indexer_check.random_pool(problem, 64, "cuda", 3),
-    )
+    pool = indexer_check.random_pool(problem, 64, "cuda", 3)
+    (call,) = indexer.timing_sets(problem, uniform(rows, WIDTH), 1, "cuda", 3, pool)
     call.page_table.copy_(call.page_table[:1].expand_as(call.page_table))
     call.seq_lens.copy_(torch.arange(1000, 1000 + rows))
     for config in every_design(indexer, problem, gpu):

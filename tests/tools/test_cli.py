@@ -137,7 +137,7 @@ def test_what_is_slower_than_the_server_is_not_exported(db: Path) -> None:
 
 
 def test_every_command_and_option_is_explained() -> None:
-    commands = ("search", "list", "show", "export", "emulate")
+    commands = ("search", "bench", "list", "show", "export", "emulate")
     assert {c.name for c in app.registered_commands} == set(commands)
     for command in commands:
         result = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"})
