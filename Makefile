@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: search test setup clean
+.PHONY: search test test-oldest setup clean
 
 search: setup
 	$(BIN)/dsv4tune search --kernel indexer $(ARGS)
@@ -15,9 +15,18 @@ test: setup $(VENV)/.installed-dev
 	$(BIN)/mypy
 	$(BIN)/python -m pytest $(ARGS)
 
+# Templates, compiler and interpreter with the oldest supported Triton, in an environment of its own.
+test-oldest: .venv-oldest/.installed
+	.venv-oldest/bin/python -m pytest tests/codegen tests/tools/test_interpret.py $(ARGS)
+
+.venv-oldest/.installed: pyproject.toml tests/constraints-oldest.txt
+	$(PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check -c tests/constraints-oldest.txt -e '.[dev]'
+	touch $@
+
 setup: $(STAMP)
 
-# Editable, so that a clone runs what it holds. TORCH="torch==2.13.0" pins it where that matters.
+# Editable, so that a clone runs what it holds. Takes the newest torch; only tests and CI pin one.
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(if $(CI),-c tests/constraints.txt) -e .
@@ -28,4 +37,4 @@ $(VENV)/.installed-dev: $(STAMP) tests/constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info
+	rm -rf $(VENV) .venv-oldest build dist src/*.egg-info

@@ -1,0 +1,101 @@
+"""Triton's compiler for every named target, without a GPU: what the defaults take, and how failures are told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from dsv4tune.codegen import devices
+from dsv4tune.codegen.compile import CompileError, Kernel, compile_source
+from dsv4tune.codegen.devices import Device
+from dsv4tune.codegen.ops.indexer import Indexer, IndexerProblem
+from dsv4tune.codegen.problem import Silicon
+from dsv4tune.codegen.render import Source, render
+from dsv4tune.codegen.space import Config
+
+TRITON = tuple(int(part) for part in metadata.version("triton").split(".")[:2])
+
+
+def compiled(op: Indexer, problem: IndexerProblem, config: Config) -> Kernel:
+    return compile_source(render(op, problem, config), op.arguments(problem, config), problem.silicon)
+
+
+@pytest.mark.parametrize("target", devices.TARGETS)
+@pytest.mark.parametrize("rows", [1, 64, 4096])
+def test_every_default_fits_its_target(indexer: Indexer, target: str, rows: int) -> None:
+    card = devices.named(target=target)
+    problem = indexer.problem(rows, card.silicon)
+    report = compiled(indexer, problem, indexer.default(problem, card)).report
+    assert report.refusal(card.silicon) is None and report.shared_bytes <= card.silicon.shared_bytes
+    assert report.spill_bytes == 0 and 0 < report.registers <= 255
+    # Triton 3.6 compiles an fp8 product to an f16 one on sm_121; the report says so.
+    assert report.native_fp8 is (target != "sm_121" or TRITON > (3, 6)), report.mma
+    assert report.async_copy == ("tma" if target in ("sm_90", "sm_100") else "cp.async")
+    assert len(report.binary) == 64 and report.instructions > 100
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["sm_89", "sm_90", "sm_120", "sm_121"])
+@pytest.mark.parametrize("rows", [64, 700, 4096])
+def test_the_gluon_template_compiles_without_spills(indexer: Indexer, target: str, rows: int) -> None:
+    card = devices.named(target=target)
+    problem = indexer.problem(rows, card.silicon)
+    seen = set()
+    for config in indexer.space(problem, card).valid():
+        design = (config["load"], config["refill"])
+        if config["dialect"] == "gluon" and design not in seen:
+            seen.add(design)
+            report = compiled(indexer, problem, config).report
+            assert report.spill_bytes == 0 and report.native_fp8, (config, report)
+            assert report.refusal(card.silicon) is None
+    assert len(seen) >= (4 if target == "sm_90" else 2)
+
+
+def test_too_much_shared_memory_is_refused_with_the_number(
+    indexer: Indexer, problem: IndexerProblem, card: Device
+) -> None:
+    """147,456 B on a card that allows 101,376 was seen to fail at launch, in a server."""
+    report = compiled(indexer, problem, indexer.default(problem, card)).report
+    large = replace(report, shared_bytes=147_456)
+    assert large.refusal(card.silicon) == "needs 147456 B of shared memory, sm_120 allows 101376 B a program"
+    assert report.refusal(Silicon("12.0", 188, report.shared_bytes)) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import triton\n@triton.jit\ndef kernel(q):\n    return undefined_name\nOPTIONS = {}\n",
+        "this is no Python",
+        "OPTIONS = {}\n",
+    ],
+)
+def test_what_the_compiler_raises_is_one_line(indexer: Indexer, problem: IndexerProblem, text: str) -> None:
+    source = Source(f"broken_{abs(hash(text))}", text, "0" * 64)
+    config = indexer.default(problem, devices.DEVICES["rtx-pro-6000"])
+    with pytest.raises(CompileError) as raised:
+        compile_source(source, indexer.arguments(problem, config)[:1], problem.silicon)
+    assert "\n" not in str(raised.value) and len(str(raised.value)) <= 300
+
+
+def test_sources_are_readable_and_shared_between_plans(
+    indexer: Indexer, problem: IndexerProblem, card: Device, cache: Path
+) -> None:
+    config = indexer.default(problem, card)
+    source = render(indexer, problem, config)
+    assert source == render(indexer, problem, config.with_(programs_per_sm=2))
+    # Row counts of one power of two share a binary too.
+    assert source == render(indexer, indexer.problem(33, problem.silicon), config)
+    assert source != render(indexer, indexer.problem(32, problem.silicon), config)
+    path = source.save()
+    assert path.parent.parent == cache and path.read_text() == source.text
+    assert source.sha[:16] in path.name and "schedule         hybrid" in source.text
+
+
+def test_cleaning_is_another_kernel(indexer: Indexer, card: Device) -> None:
+    problem = indexer.problem(64, card.silicon, clean=True)
+    config = indexer.default(problem, card)
+    assert "clean_tail" in render(indexer, problem, config).text
+    assert compiled(indexer, problem, config).report.spill_bytes == 0
