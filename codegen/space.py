@@ -41,6 +41,11 @@ class Config(Mapping[str, Value]):
         return " ".join(f"{k}={v}" for k, v in self._values.items())
 
     @property
+    def brief(self) -> str:
+        """For a line of text: without the knobs that this config leaves alone."""
+        return " ".join(f"{k}={v}" for k, v in self._values.items() if v not in (0, "auto"))
+
+    @property
     def key(self) -> str:
         """Canonical JSON, whatever the order the values came in."""
         return json.dumps(self._values, sort_keys=True, separators=(",", ":"))

@@ -12,6 +12,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from dsv4tune import __version__
+from dsv4tune.codegen.space import Config
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -343,8 +344,8 @@ def _summary(result: dict[str, Any]) -> str:
 
 def _line(best: dict[str, Any]) -> str:
     times = best.get("measured_us") or best["predicted_us"]
-    words = " ".join(f"{k}={v}" for k, v in best["config"].items())
-    return f"{best['provenance']}: {_times(times)}; {best['score']:.3f} of {best['yardstick']}; {words}"
+    figures = f"{best['provenance']}: {_times(times)}; {best['score']:.3f} of {best['yardstick']}"
+    return f"{figures}\n  {Config(best['config']).brief}"
 
 
 def _times(times: dict[Any, float]) -> str:

@@ -253,7 +253,7 @@ class _Progress:
         if self.deadline is not None:
             left = min(left, self.deadline - now)
         best = self.store.best(self.problem.key)
-        what = f"best {best.score:.3f} of {best.yardstick} ({Config(best.config)})" if best else "nothing usable yet"
+        what = f"best {best.score:.3f} of {best.yardstick} ({in_order(best).brief})" if best else "nothing usable yet"
         self.say(f"{self.known + tried}/{self.trials} trials, {rate:.1f}/s, {max(0.0, left):.0f} s left; {what}")
 
 
@@ -283,12 +283,18 @@ def _result(
     }
 
 
+def in_order(trial: Trial) -> Config:
+    """A stored config with its words in the op's order; the database sorts them."""
+    op = ops.get(str(trial.problem["op"]))
+    return Config({word: trial.config[word] for word in op.words if word in trial.config})
+
+
 def best_json(trial: Trial) -> dict[str, Any]:
     """A winner as the commands print it."""
     assert trial.resources is not None
     times = "measured_us" if trial.provenance == "measured" else "predicted_us"
     return {
-        "config": trial.config,
+        "config": dict(in_order(trial)),
         "provenance": trial.provenance,
         times: {str(n): us for n, us in sorted(trial.times_us.items())},
         "score": trial.score,
