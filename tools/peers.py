@@ -12,7 +12,7 @@ from importlib import metadata
 from typing import Any, ClassVar
 
 from dsv4tune.codegen.ops.indexer_call import IndexerCall
-from dsv4tune.codegen.problem import Problem
+from dsv4tune.codegen.problem import Problem, Silicon
 
 _SGLANG = "pip install --no-deps sglang==0.5.23 (and what its modules import)"
 
@@ -144,10 +144,8 @@ PEERS: dict[str, Peer] = {
     peer.name: peer for peer in (DeepGemm(), DeepGemmSchedule(), TileLang(), TorchSm120(), Torch())
 }
 
-#: The kernel that SGLang 0.5.23 runs by default, by op and capability.
-_BASELINES = {
-    "indexer": {"9.0": "deep_gemm", "10.0": "deep_gemm", "12.0": "tilelang", "12.1": "tilelang", "8.9": "deep_gemm"}
-}
+#: The kernel that SGLang 0.5.23 runs by default, by op and major capability. It has none of its own for sm_89.
+_BASELINES = {"indexer": {9: "deep_gemm", 10: "deep_gemm", 12: "tilelang"}}
 
 
 #: Peers that a search reports beside the baseline.
@@ -170,6 +168,7 @@ def named(op: str, words: str) -> list[str]:
     return wanted
 
 
-def baseline(op: str, capability: str) -> Peer:
-    """The peer that a tuned kernel must beat on this silicon."""
-    return PEERS[_BASELINES[op][capability]]
+def baseline(op: str, silicon: Silicon) -> Peer | None:
+    """The peer that a tuned kernel must beat on this silicon, or None where no server kernel is known for it."""
+    name = _BASELINES[op].get(silicon.arch // 10)
+    return None if name is None else PEERS[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -60,16 +61,14 @@ def choose_device(device: str | None, target: str | None) -> tuple[Device, bool]
         found = devices.here()
         return (found, True) if found is not None else (devices.named(), False)
     wanted = devices.named(device, target)
-    found = devices.here() if device is None and wanted.silicon.target == _target_here() else None
-    return (found, True) if found is not None else (wanted, False)
-
-
-def _target_here() -> str | None:
-    try:
+    with contextlib.suppress(ValueError):  # the GPU here can't serve, and was not asked for
         found = devices.here()
-    except ValueError:
-        return None
-    return found.silicon.target if found is not None else None
+        same = found is not None and (
+            found.silicon == wanted.silicon if device is not None else found.silicon.target == wanted.silicon.target
+        )
+        if found is not None and same:
+            return found, True
+    return wanted, False
 
 
 def tune(request: Request, say: Say) -> list[dict[str, Any]]:
@@ -211,10 +210,13 @@ def _fitting(op: Op[Any, Any], setup: Setup, pools: Pools, say: Say) -> Setup:
 
 def _baseline(setup: Setup, pools: Pools, say: Say) -> tuple[Baseline | None, dict[str, Any]]:
     """The server's own kernel, and every other way to compute the op that is installed, each timed alone."""
-    peer = peers.baseline(setup.problem.op, setup.problem.silicon.capability)
+    server = peers.baseline(setup.problem.op, setup.problem.silicon)
+    if server is None:
+        say(f"no baseline: no server kernel is known for {setup.problem.silicon.target}")
     references: dict[str, Any] = {}
-    for name, other in peers.PEERS.items():
-        if other.op != setup.problem.op or name not in (peer.name, *peers.REFERENCES):
+    for name in dict.fromkeys([*([server.name] if server is not None else []), *peers.REFERENCES]):
+        other = peers.PEERS[name]
+        if other.op != setup.problem.op:
             continue
         answer = pools.ask(pools.judges, measure.peer_job, setup, name)
         if answer.kind == "ok" and answer.value.missing is None:
@@ -225,12 +227,12 @@ def _baseline(setup: Setup, pools: Pools, say: Say) -> tuple[Baseline | None, di
         else:
             why = answer.value.missing if answer.kind == "ok" else answer.reason
             references[name] = {"missing": why, "install": other.install}
-            if name == peer.name:
+            if other is server:
                 say(f"no baseline: {name} can't run here ({why}). Install it with: {other.install}")
-    own = references[peer.name]
-    if "missing" in own or own.get("left_out"):
+    own: dict[str, Any] = references[server.name] if server is not None else {}
+    if server is None or "missing" in own or "left_out" in own:
         return None, references
-    return Baseline(name=peer.name, version=own["version"], times_us=own["times_us"]), references
+    return Baseline(name=server.name, version=own["version"], times_us=own["times_us"]), references
 
 
 class _Progress:

@@ -162,7 +162,7 @@ class Indexer(Op[IndexerProblem, IndexerCall]):
         values: dict[str, int | str] = {
             "dialect": "triton",
             "schedule": "hybrid" if scan else "split",
-            "load": "tma" if problem.silicon.arch in (90, 100) else "pointer",
+            "load": "tma" if _four_warp_mma(problem) else "pointer",
             "operand_order": "kq",
             "dot": "fp8",
             "block_t": 64,
@@ -170,7 +170,7 @@ class Indexer(Op[IndexerProblem, IndexerCall]):
             "splits": 0 if scan else 1,
             "programs_per_sm": 4 if scan else 0,
             "num_warps": 4,
-            "num_stages": 4 if problem.silicon.arch in (90, 100) else 2,
+            "num_stages": 4 if _four_warp_mma(problem) else 2,
             "refill": "auto",
             "page_ahead": 0,
         }
@@ -393,7 +393,7 @@ def refuse(problem: IndexerProblem, device: Device, config: Config) -> Refusal:
         return "all heads at once where the accumulators fit: steps of 64 tokens, or 8 warps to share them"
     if config["operand_order"] == "qk" and (heads < problem.heads or warps > 4 or block_t > 64):
         return "heads as rows: all heads at once, 4 warps, one page a step"
-    if warps == 2 and (arch in (90, 100) or block_t * heads > 64 * 64):
+    if warps == 2 and (_four_warp_mma(problem) or block_t * heads > 64 * 64):
         return "2 warps: accumulators of up to 64 x 64, and not the MMA of sm_90 and sm_100, which takes 4 warps"
     if warps == 8 and block_t < 128:
         return "8 warps need 128 tokens to share"
@@ -413,10 +413,15 @@ def refuse(problem: IndexerProblem, device: Device, config: Config) -> Refusal:
     return None
 
 
+def _four_warp_mma(problem: IndexerProblem) -> bool:
+    """Hopper and the data-centre Blackwells multiply by groups of four warps and load by TMA best."""
+    return 90 <= problem.silicon.arch < 120
+
+
 def _refuse_gluon(problem: IndexerProblem, config: Config) -> Refusal:
     arch = problem.silicon.arch
-    if arch == 100:
-        return "the Gluon template has no tcgen05 product: sm_100 takes the plain one"
+    if arch != 90 and _four_warp_mma(problem):
+        return f"the Gluon template has no tcgen05 product: sm_{arch} takes the plain one"
     if problem.clean or problem.heads != 64:
         return "the Gluon template serves 64 heads and leaves dead columns alone"
     if config["schedule"] not in ("hybrid", "split") or config.int("splits") > 1:

@@ -95,8 +95,16 @@ def test_every_peer_says_how_to_get_it() -> None:
         peer = peers.PEERS[name]
         assert peer.name == name and "pip install" in peer.install
     assert peers.named("indexer", "none") == []
-    for card in devices.DEVICES.values():
-        assert peers.baseline("indexer", card.silicon.capability).op == "indexer"
+    servers = {name: peers.baseline("indexer", card.silicon) for name, card in devices.DEVICES.items()}
+    assert {name: server and server.name for name, server in servers.items()} == {
+        "rtx-pro-6000": "tilelang",
+        "rtx-5090": "tilelang",
+        "gb10": "tilelang",
+        "h100": "deep_gemm",
+        "h200": "deep_gemm",
+        "b200": "deep_gemm",
+        "rtx-4090": None,
+    }
 
 
 @pytest.mark.gpu
