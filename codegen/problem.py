@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -80,8 +81,10 @@ class Profile:
     def __post_init__(self) -> None:
         if not self.lengths or len(self.lengths) != len(self.weights):
             raise ValueError("a profile needs one weight for each of its lengths, and at least one length")
-        if any(w <= 0 for w in self.weights):
-            raise ValueError("profile weights must be above 0")
+        if not all(0 < w < math.inf for w in self.weights) or sum(self.weights) == math.inf:
+            raise ValueError("profile weights must be above 0 and finite")
+        if len(set(self.lengths)) < len(self.lengths):
+            raise ValueError("a live length is named twice: give it twice the weight instead")
         bad = [n for n in self.lengths if not 0 < n <= self.width]
         if bad:
             raise ValueError(f"live length {bad[0]} is outside 1..{self.width}, the width that the context allows")

@@ -26,6 +26,23 @@ def cache_folder() -> Path:
     return Path(os.environ.get("DSV4TUNE_CACHE") or platformdirs.user_cache_path("dsv4tune"))
 
 
+def try_writing(folder: Path, variable: str) -> None:
+    """See that a cache folder can be written, before a search whose every candidate would fail on it.
+
+    Raises:
+        OSError: it can't; names the environment variable that moves it.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".writable"
+        probe.touch()
+        probe.unlink(missing_ok=True)
+    except OSError as error:
+        raise OSError(
+            f"can't write the cache folder {folder} ({error.strerror}): name another in ${variable}"
+        ) from error
+
+
 @dataclass(frozen=True)
 class Source:
     """One rendered variant.
@@ -45,13 +62,14 @@ class Source:
         return cache_folder() / "source" / f"{self.name}.py"
 
     def save(self) -> Path:
-        """Write the module unless it is there; other processes see all of it or nothing.
+        """Write the module unless it is there as it should be; other processes see all of it or nothing.
 
         Raises:
             OSError: the cache folder can't be written.
         """
         path = self.path
-        if not path.exists():
+        # The name promises the text: a truncated or edited file would be tuned as something that it is not.
+        if not path.is_file() or path.read_bytes() != self.text.encode():
             path.parent.mkdir(parents=True, exist_ok=True)
             handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
             with os.fdopen(handle, "w", encoding="utf-8") as f:

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from dsv4tune.codegen import ops
-from dsv4tune.codegen.render import render
+from dsv4tune.codegen.op import Op
+from dsv4tune.codegen.problem import Problem
+from dsv4tune.codegen.render import Source, render
 from dsv4tune.codegen.space import Config
 from dsv4tune.tools.tune import best_json
-from dsv4tune.tuned.records import Catalogue, Entry
+from dsv4tune.tuned.records import Catalogue, Entry, Trial
 from dsv4tune.tuned.store import Store
 
 
@@ -49,7 +51,7 @@ def details(path: Path, kernel: str, rows: int, target: str | None) -> list[dict
         problem = ops.problem_from_json(best.problem) if best is not None else None
         if best is None or problem is None or (target is not None and problem.silicon.target != target):
             continue
-        source = render(op, problem, Config(best.config))
+        source = _source(op, problem, best)
         found.append(
             {
                 "problem": {**best.problem, "key": key, "range": best.range.model_dump()},
@@ -59,14 +61,22 @@ def details(path: Path, kernel: str, rows: int, target: str | None) -> list[dict
                 "spread": {str(n): s for n, s in best.spread.items()},
                 "warnings": best.warnings,
                 "finished_at": best.finished_at,
-                "source": str(source.save()),
-                "source_is_current": source.sha == best.source_sha,
+                "source": str(source.save()) if source is not None else None,
+                "source_is_current": source is not None and source.sha == best.source_sha,
             }
         )
     if not found:
         held = ", ".join(store.problems()) or "nothing"
         raise ValueError(f"no usable trial of {kernel} with {rows} rows in {path}, which holds {held}: run a search")
     return found
+
+
+def _source(op: Op[Any, Any], problem: Problem, trial: Trial) -> Source | None:
+    """What this version renders for a stored config, or None where it has other words by now."""
+    try:
+        return render(op, problem, Config(trial.config))
+    except Exception:
+        return None
 
 
 def export(path: Path, kernel: str | None) -> tuple[str, list[str]]:
@@ -89,6 +99,10 @@ def export(path: Path, kernel: str | None) -> tuple[str, list[str]]:
 
 def write_whole(path: Path, text: str) -> None:
     """The whole file or, where the disk or the process fails, the one that was there."""
+    path = path.resolve()  # a link stays one
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")  # a pipe or a device takes the text; replaced, it would be gone
+        return
     handle, temporary = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as f:

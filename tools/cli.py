@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
-import sys
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -36,12 +37,14 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout; ever
 
 def fail(error: object) -> NoReturn:
     """One line on stderr, exit status 2."""
-    typer.echo(f"dsv4tune: {error}", err=True)
+    say("dsv4tune: " + "; ".join(line.strip() for line in str(error).splitlines()))
     raise typer.Exit(2)
 
 
 def say(text: str) -> None:
-    typer.echo(text, err=True)
+    # Whoever read stderr may be gone, as after `| head`: no reason to end a search.
+    with contextlib.suppress(OSError):
+        typer.echo(text, err=True)
 
 
 def _version(wanted: bool) -> None:
@@ -56,7 +59,10 @@ def main(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    pass
+    # A shell may have closed stdout or stderr: a database or a pipe that opens next must not get its number.
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(number, True)
+    os.close(number)
 
 
 @app.command("search")
@@ -215,7 +221,8 @@ def show_command(
         )
         e = one["environment"]
         typer.echo(f"  dsv4tune {e['dsv4tune']}, Triton {e['triton']}, ptxas {e['ptxas']}, torch {e['torch']}")
-        typer.echo(f"  source {one['source']}")
+        note = "" if one["source_is_current"] else " (not the text that was tried: this dsv4tune renders another)"
+        typer.echo(f"  source {one['source']}{note}")
 
 
 @app.command("export")
@@ -231,7 +238,7 @@ def export_command(
     for line in left_out:
         say(line)
     if output is None:
-        sys.stdout.write(text)
+        typer.echo(text, nl=False)
         return
     try:
         catalogue.write_whole(output, text)
@@ -289,7 +296,7 @@ def _reading(read: Any) -> Any:
 
     try:
         return read()
-    except (StoreError, ValueError) as error:
+    except (StoreError, ValueError, OSError) as error:
         fail(error)
 
 

@@ -38,23 +38,27 @@ class Pools:
     on_gpu: bool
 
     @classmethod
-    def start(cls, jobs: int, on_gpu: bool) -> Pools:
-        """Compilers import Triton, which takes seconds, while the caller prepares its inputs."""
+    def of(cls, jobs: int, on_gpu: bool) -> Pools:
         # Compilers fill every core; the process that times must not wait for one.
         compilers = Pool(jobs, COMPILE_LIMIT_S, {"CUDA_VISIBLE_DEVICES": ""}, nice=10)
-        for _ in range(jobs):
-            compilers.submit(WARM, import_job)
         if on_gpu:
             return cls(compilers, Pool(1, JUDGE_LIMIT_S), True)
         interpret = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
         return cls(compilers, Pool(jobs, JUDGE_LIMIT_S, interpret), False)
 
+    def warm(self) -> None:
+        """Compilers import Triton, which takes seconds, while the caller prepares its inputs."""
+        while self.compilers.pending < self.compilers.size:
+            self.compilers.submit(WARM, import_job)
+
     def ask(self, pool: Pool, function: Any, *arguments: Any) -> Answer:
         """One job, waited for, while nothing else runs."""
-        pool.submit(None, function, *arguments)
+        tag = object()
+        pool.submit(tag, function, *arguments)
         while True:
             for _, answer in collect([pool], 1.0):
-                return answer
+                if answer.tag is tag:
+                    return answer
 
     def close(self) -> None:
         self.compilers.close()
@@ -107,6 +111,9 @@ class Evaluation:
         done = []
         for pool, answer in collect([self.pools.compilers, self.pools.judges], timeout):
             if answer.tag == WARM:
+                # What keeps the compiler from starting is no candidate's fault, and none is stored as failed for it.
+                if answer.kind in ("raised", "died"):
+                    raise ValueError(f"the compiler can't be used here: {answer.reason}")
                 continue
             config: Config = answer.tag
             trial = self._compiled(config, answer) if pool is self.pools.compilers else self._judged(config, answer)

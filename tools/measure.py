@@ -6,6 +6,7 @@ How a time is taken is written down once, in benchmarks/README.md.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from dsv4tune.codegen.compile import Kernel, Report, compile_source
 from dsv4tune.codegen.devices import Device
 from dsv4tune.codegen.op import Op, Verdict
 from dsv4tune.codegen.problem import Problem, Profile
-from dsv4tune.codegen.render import render
+from dsv4tune.codegen.render import render, try_writing
 from dsv4tune.codegen.space import Config
 from dsv4tune.runtime.launch import Variant
 from dsv4tune.tools import gpu, peers
@@ -55,8 +56,15 @@ class Measured:
 
 
 def import_job() -> None:
-    """Import what compiling takes."""
+    """Import what compiling takes, and see that Triton can keep what it compiles.
+
+    Raises:
+        OSError: its cache folder can't be written.
+    """
     import triton.compiler  # noqa: F401
+    from triton import knobs
+
+    try_writing(Path(knobs.cache.dir), "TRITON_CACHE_DIR")
 
 
 def compile_job(problem: Problem, config: Config) -> tuple[str, Report]:

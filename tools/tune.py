@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from dsv4tune.codegen import cost, devices, ops
 from dsv4tune.codegen.devices import Device
 from dsv4tune.codegen.op import Op
 from dsv4tune.codegen.problem import Problem, Profile
-from dsv4tune.codegen.render import cache_folder, render
+from dsv4tune.codegen.render import cache_folder, render, try_writing
 from dsv4tune.codegen.space import Config
 from dsv4tune.tools import measure, peers
 from dsv4tune.tools.evaluate import Evaluation, Pools, default_jobs
@@ -83,7 +83,7 @@ def tune(request: Request, say: Say) -> list[dict[str, Any]]:
     problems = [op.problem(rows, request.device.silicon) for rows in request.rows]
     width = op.width(request.max_context, request.draft_tokens)
     profiles = [_profile(op, problem, width, request) for problem in problems]
-    _try_writing(cache_folder())
+    try_writing(cache_folder(), "DSV4TUNE_CACHE")
     store = Store(request.db)
     for note in store.notes:
         say(note)
@@ -91,32 +91,43 @@ def tune(request: Request, say: Say) -> list[dict[str, Any]]:
     fitted = f"no such GPU here, cost model fitted on {cost.MODEL.fitted_on}"
     say(f"measuring on {card}" if request.on_gpu else f"predicting for {card}: {fitted}")
     jobs = request.jobs or default_jobs()
-    pools = Pools.start(jobs, request.on_gpu)
+    pools = Pools.of(jobs, request.on_gpu)
     deadline = None if request.budget_s is None else time.monotonic() + request.budget_s
-    previous = signal.signal(signal.SIGTERM, _interrupt)
     results = []
-    try:
-        for problem, profile in zip(problems, profiles, strict=True):
-            result = _tune_one(op, problem, profile, request, store, pools, jobs, deadline, say)
-            results.append(result)
-            if result["status"] == "interrupted":
-                break
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-        pools.close()
-        store.close()
+    with _interrupted_once():
+        try:
+            for problem, profile in zip(problems, profiles, strict=True):
+                result = _tune_one(op, problem, profile, request, store, pools, jobs, deadline, say)
+                results.append(result)
+                if result["status"] == "interrupted":
+                    break
+        finally:
+            pools.close()
+            store.close()
     return results
 
 
-def _interrupt(number: int, frame: Any) -> None:
-    raise KeyboardInterrupt
+@contextlib.contextmanager
+def _interrupted_once() -> Iterator[None]:
+    """SIGTERM is a Ctrl-C; another of either, while the first one winds down, must not cost its result."""
 
+    def interrupt(number: int, frame: Any) -> None:
+        for held in previous:
+            signal.signal(held, signal.SIG_IGN)
+        raise KeyboardInterrupt
 
-def _try_writing(folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    probe = folder / ".writable"
-    probe.touch()
-    probe.unlink(missing_ok=True)
+    # A signal that whoever started us has switched off, as a shell does for background jobs, stays off.
+    previous = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+    previous = {n: handler for n, handler in previous.items() if handler is not signal.SIG_IGN}
+    for number in previous:
+        signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            # Once interrupted, what is left is to print the result and to leave: that stays undisturbed.
+            if signal.getsignal(number) is interrupt:
+                signal.signal(number, handler)
 
 
 def _profile(op: Op[Any, Any], problem: Problem, width: int, request: Request) -> Profile:
@@ -124,7 +135,10 @@ def _profile(op: Op[Any, Any], problem: Problem, width: int, request: Request) -
     if request.lengths is None:
         return profile
     weights = request.weights or (1.0,) * len(request.lengths)
-    return Profile(width, tuple(request.lengths), tuple(weights), profile.causal)
+    given = Profile(width, tuple(request.lengths), tuple(weights), profile.causal)
+    # One order, so that the same lengths are the same range, and those that don't fit a GPU are the last.
+    ordered = dict(sorted(zip(given.lengths, given.weights, strict=True)))
+    return replace(given, lengths=tuple(ordered), weights=tuple(ordered.values()))
 
 
 def _tune_one(
@@ -142,8 +156,12 @@ def _tune_one(
     result = Result(status="interrupted")
     baseline: Baseline | None = None
     references: dict[str, Any] = {}
+    setup = Setup(problem, profile, request.device, request.seed)
     try:
-        setup = Setup(problem, profile, request.device, request.seed)
+        if deadline is not None and time.monotonic() >= deadline:
+            result.status = "budget"
+            return _result(op, problem, profile, store, result, baseline, references, 0.0)
+        pools.warm()
         if request.on_gpu:
             setup = _fitting(op, setup, pools, say)
             baseline, references = _baseline(setup, pools, say)
@@ -197,15 +215,17 @@ def _fitting(op: Op[Any, Any], setup: Setup, pools: Pools, say: Say) -> Setup:
         raise ValueError(f"the GPU can't be used: {answer.reason}")
     free = answer.value
     profile = setup.profile
-    fits = [n for n in profile.lengths if op.memory_needed(setup.problem, profile, n) <= free * 0.9]
-    if len(fits) == len(profile.lengths):
+    needs = {n: op.memory_needed(setup.problem, profile, n) for n in profile.lengths}
+    kept = [(n, w) for n, w in zip(profile.lengths, profile.weights, strict=True) if needs[n] <= free * 0.9]
+    if len(kept) == len(needs):
         return setup
-    need = op.memory_needed(setup.problem, profile, profile.lengths[len(fits)])
-    if not fits:
-        raise ValueError(f"measuring {setup.problem.label} takes {need} B of GPU memory, {free} B are free")
-    say(f"live lengths {profile.lengths[len(fits) :]} left out: {need} B of GPU memory needed, {free} B free")
-    kept = Profile(profile.width, tuple(fits), profile.weights[: len(fits)], profile.causal)
-    return Setup(setup.problem, kept, setup.device, setup.seed)
+    if not kept:
+        least = min(needs.values())
+        raise ValueError(f"measuring {setup.problem.label} takes {least} B of GPU memory, {free} B are free")
+    for n in needs.keys() - {n for n, _ in kept}:
+        say(f"live length {n} left out: {needs[n]} B of GPU memory needed, {free} B free")
+    lengths, weights = zip(*kept, strict=True)
+    return replace(setup, profile=Profile(profile.width, lengths, weights, profile.causal))
 
 
 def _baseline(setup: Setup, pools: Pools, say: Say) -> tuple[Baseline | None, dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import multiprocessing
 import os
@@ -15,6 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+#: From linux/prctl.h: the signal that the kernel sends when the parent dies.
+_PR_SET_PDEATHSIG = 1
 
 
 class Poisoned(Exception):
@@ -70,6 +74,9 @@ class Pool:
 
     def _start_queued(self) -> None:
         while self._queue:
+            # One that died while idle, of the system's need for memory say, is no fault of the next job.
+            for worker in [w for w in self._workers if not w.busy and not w.process.is_alive()]:
+                self._discard(worker)
             idle = next((w for w in self._workers if not w.busy), None)
             if idle is None:
                 if len(self._workers) >= self.size:
@@ -77,7 +84,7 @@ class Pool:
                 idle = self._spawn()
             tag, function, arguments = self._queue.popleft()
             idle.tag, idle.started, idle.busy = tag, time.monotonic(), True
-            # One that died while idle has a closed pipe, which is answered as such.
+            # One that dies now has a closed pipe, which is answered as such.
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 idle.pipe.send((function.__module__, function.__qualname__, arguments))
 
@@ -85,13 +92,21 @@ class Pool:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         process = context.Process(target=_serve, args=(theirs, dict(self.environment), self.nice), daemon=True)
-        process.start()
-        theirs.close()
-        worker = _Worker(process, ours)
-        self._workers.append(worker)
+        # Born with Ctrl-C blocked, which is the parent's to handle; nor does a signal come between start and append.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        try:
+            process.start()
+            theirs.close()
+            worker = _Worker(process, ours)
+            self._workers.append(worker)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return worker
 
     def _discard(self, worker: _Worker) -> None:
+        # Its group first: a compiler that hangs is as often the assembler that it started.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(worker.process.pid, signal.SIGKILL)
         worker.process.kill()
         worker.process.join()
         worker.pipe.close()
@@ -153,12 +168,15 @@ def collect(pools: Sequence[Pool], timeout: float) -> list[tuple[Pool, Answer]]:
 
 
 def _serve(pipe: Connection, environment: dict[str, str], nice: int) -> None:
-    """A worker's life. Ctrl-C is the parent's to handle: it ends the workers by closing their pipes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """A worker's life, in a process group of its own; it ends with its parent, whatever ends that."""
+    os.setsid()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.environ.update(environment)
     os.nice(nice)
     # Compilers and libraries print to stdout; a search's own output there is one JSON object.
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    os.dup2(2, 1)
     while True:
         try:
             module, name, arguments = pipe.recv()

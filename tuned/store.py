@@ -96,7 +96,11 @@ class Store:
             if not self.path.is_file():
                 raise StoreError(f"no database at {self.path}: run a search first, or name another with --db")
             try:
-                connection = sqlite3.connect(f"{self.path.absolute().as_uri()}?mode=ro", uri=True, timeout=30)
+                # In a folder that can't be written SQLite can't make a log's index; where no log lies, none is needed.
+                writable = os.access(self.path.absolute().parent, os.W_OK, effective_ids=True)
+                still = not writable and not Path(f"{self.path}-wal").exists()
+                uri = f"{self.path.absolute().as_uri()}?mode=ro" + ("&immutable=1" if still else "")
+                connection = sqlite3.connect(uri, uri=True, timeout=30)
                 self.db = Database(connection, execute_plugins=False)
                 self._refuse_newer(self.db)
                 if migrations.pending(self.db):
@@ -109,6 +113,8 @@ class Store:
     def _open_for_writing(self) -> Database:
         if self.path.is_dir():
             raise StoreError(f"{self.path} is a folder: name a file with --db")
+        if self.path.exists() and not self.path.is_file():
+            raise StoreError(f"{self.path} is no regular file: name another with --db")
         folder = self.path.absolute().parent
         if self.path == default_path():
             with contextlib.suppress(OSError):
@@ -143,7 +149,7 @@ class Store:
         return db
 
     def _connect(self) -> Database:
-        db = Database(sqlite3.connect(self.path, timeout=30), execute_plugins=False)
+        db = Database(sqlite3.connect(self.path.absolute(), timeout=30), execute_plugins=False)
         db.conn.execute("PRAGMA journal_mode = WAL")
         # Each commit reaches the disk: a finished trial cost GPU time.
         db.conn.execute("PRAGMA synchronous = FULL")

@@ -94,6 +94,15 @@ def test_sources_are_readable_and_shared_between_plans(
     assert source.sha[:16] in path.name and "schedule         hybrid" in source.text
 
 
+@pytest.mark.parametrize("found", ["", "OPTIONS = {}\n"])
+def test_a_saved_source_that_was_truncated_or_edited_is_written_again(
+    indexer: Indexer, problem: IndexerProblem, card: Device, found: str
+) -> None:
+    source = render(indexer, problem, indexer.default(problem, card))
+    source.save().write_text(found)
+    assert source.save().read_text() == source.text
+
+
 def test_cleaning_is_another_kernel(indexer: Indexer, card: Device) -> None:
     problem = indexer.problem(64, card.silicon, clean=True)
     config = indexer.default(problem, card)

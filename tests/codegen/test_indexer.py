@@ -53,6 +53,11 @@ def call_of(rows: int, width: int, page_stride: int = 0, device: str = "cpu") ->
     )
 
 
+def plain(op: Indexer, problem: IndexerProblem, card: Device) -> Config:
+    valid = op.space(problem, card).valid()
+    return next(c for c in valid if c["dialect"] == "triton" and c["schedule"] == "hybrid" and c["block_t"] == 64)
+
+
 def designs(op: Indexer, problem: IndexerProblem, card: Device) -> list[Config]:
     found: dict[Any, Config] = {}
     for config in op.space(problem, card).valid():
@@ -84,7 +89,7 @@ def test_launching_reads_shapes_only(indexer: Indexer, rows: int) -> None:
 
 def test_a_plan_depends_on_shapes_and_silicon(indexer: Indexer) -> None:
     card = devices.DEVICES["h200"]
-    config = indexer.default(indexer.problem(64, card.silicon), card)
+    config = plain(indexer, indexer.problem(64, card.silicon), card)
     grids = {
         rows: indexer.plan(indexer.problem(rows, card.silicon), config.with_(programs_per_sm=5), 262_208).grid[0]
         for rows in (1, 16, 64, 100, 660)
@@ -92,6 +97,8 @@ def test_a_plan_depends_on_shapes_and_silicon(indexer: Indexer) -> None:
     # A whole number of programs a row, at most 5 for each of 132 SMs.
     assert grids == {1: 660, 16: 656, 64: 640, 100: 600, 660: 660}
     assert indexer.plan(indexer.problem(1, card.silicon), config, 128).grid[0] == 2
+    ring = config.with_(dialect="gluon", programs_per_sm=5)
+    assert indexer.plan(indexer.problem(64, card.silicon), ring, 262_208).grid == (64, 10, 1)
     page_grid = indexer.reference_config(indexer.problem(70_000, card.silicon), card)
     assert indexer.plan(indexer.problem(70_000, card.silicon), page_grid, 262_208).grid == (70_000 * 4097, 1, 1)
 
@@ -117,7 +124,7 @@ def test_a_call_that_would_be_misread_is_refused(indexer: Indexer, change: Any, 
     card = devices.DEVICES["h200"]
     problem = indexer.problem(3, card.silicon)
     call = call_of(3, 256)
-    config = indexer.default(problem, card).with_(load="pointer")
+    config = plain(indexer, problem, card).with_(load="pointer")
     indexer.bind(problem, config, call)
     # Any stride of lengths and rows is fine.
     indexer.bind(problem, config, replace(call, seq_lens=torch.empty(3, 2, dtype=torch.int32)[:, 0]))

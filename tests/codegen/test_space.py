@@ -181,7 +181,7 @@ def test_unknown_words_name_the_known_ones(indexer: Indexer) -> None:
     with pytest.raises(ValueError, match="is sm_120, not sm_90"):
         devices.named("rtx-5090", "sm_90")
     assert devices.named(target="sm_120").name == "rtx-pro-6000"
-    with pytest.raises(ValueError, match="rows must be at least 1"):
+    with pytest.raises(ValueError, match="rows must be 1 to 262144, not 0"):
         indexer.problem(0, CARDS[0].silicon)
     with pytest.raises(ValueError, match="unknown layout"):
         indexer.problem(1, CARDS[0].silicon, layout="fp4")

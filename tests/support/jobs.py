@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -41,6 +42,12 @@ def leave() -> None:
 def hang(marker: str) -> None:
     Path(marker).write_text(str(os.getpid()))
     time.sleep(600)
+
+
+def hang_in_a_child(marker: str) -> None:
+    child = subprocess.Popen(["sleep", "600"])
+    Path(marker).write_text(str(child.pid))
+    child.wait()
 
 
 def poison() -> None:

@@ -16,6 +16,7 @@ import pytest
 from fakes import make_trial
 from typer.testing import CliRunner
 
+from dsv4tune.codegen.space import Config
 from dsv4tune.tools.cli import app
 from dsv4tune.tuned.records import Baseline, Catalogue
 from dsv4tune.tuned.store import Store
@@ -65,6 +66,10 @@ def filled(db: Path) -> Path:
         ({"--lengths": "128", "--weights": "x"}, "--weights takes numbers"),
         ({"--lengths": "128", "--weights": "1,2"}, "one weight for each of its lengths"),
         ({"--weights": "1,2"}, "--weights goes with --lengths"),
+        ({"--lengths": "128", "--weights": "nan"}, "weights must be above 0 and finite"),
+        ({"--lengths": "128,128"}, "a live length is named twice"),
+        ({"--rows": "10000000000"}, "rows must be 1 to 262144"),
+        ({"--max-context": str(10**18)}, "is too long: the kernels serve up to"),
         ({"--db": "/nowhere/tuned.db"}, "folder /nowhere does not exist: create it"),
         ({"--db": "/proc"}, "/proc is a folder: name a file"),
     ],
@@ -134,6 +139,29 @@ def test_what_is_slower_than_the_server_is_not_exported(db: Path) -> None:
     result = run("export", "--db", db)
     assert "left out, not faster than tilelang (1.010 of it)" in result.stderr
     assert [entry["problem"]["rows"] for entry in json.loads(result.stdout)["entries"]] == [1]
+
+
+def test_export_writes_into_a_device_and_through_a_link(filled: Path, tmp_path: Path) -> None:
+    text = run("export", "--db", filled).stdout
+    pipe, link = tmp_path / "pipe", tmp_path / "link.json"
+    os.mkfifo(pipe)
+    reader = subprocess.Popen(["cat", str(pipe)], stdout=subprocess.PIPE, text=True)
+    assert run("export", "--db", filled, "-o", pipe).exit_code == 0
+    assert reader.communicate(timeout=20)[0] == text and pipe.is_fifo()
+    link.symlink_to(tmp_path / "best.json")
+    assert run("export", "--db", filled, "-o", link).exit_code == 0
+    assert link.is_symlink() and (tmp_path / "best.json").read_text() == text
+
+
+def test_show_survives_other_words_and_an_unwritable_cache(db: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store(db)
+    store.add(make_trial(Config({"dialect": "triton", "block": 64})))
+    store.add(make_trial(rows=1))
+    result = run("show", "--db", db, "--kernel", "indexer", "--rows", 64)
+    assert result.exit_code == 0 and "not the text that was tried" in result.stdout
+    monkeypatch.setenv("DSV4TUNE_CACHE", "/proc/nowhere")
+    result = run("show", "--db", db, "--kernel", "indexer", "--rows", 1)
+    assert result.exit_code == 2 and result.stderr.startswith("dsv4tune: ") and result.stderr.count("\n") == 1
 
 
 def test_every_command_and_option_is_explained() -> None:
@@ -223,3 +251,36 @@ def _trials(db: Path) -> int:
 
 def _configs(db: Path) -> list[str]:
     return [row[0] for row in sqlite3.connect(db).execute("select config from trial order by id")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("closed", ["2>&-", ">&-", "2>&1 >/dev/null | true"])
+def test_closed_streams_cost_no_trial(db: Path, closed: str) -> None:
+    command = [sys.executable, "-m", "dsv4tune.tools.cli", *SEARCH, "--trials", "1", "--jobs", "1", "--db", str(db)]
+    subprocess.run(["sh", "-c", f'"$@" {closed}', "sh", *command], timeout=120, stdout=subprocess.DEVNULL)
+    assert [t.status for t in Store(db, create=False).trials()] == ["ok"]
+
+
+@pytest.mark.slow
+def test_a_compiler_that_cannot_start_is_no_failed_trial(db: Path) -> None:
+    nowhere = {**os.environ, "TRITON_CACHE_DIR": "/proc/nowhere"}
+    search = process(*SEARCH, "--trials", 2, "--jobs", 1, "--db", db, env=nowhere)
+    out, err = search.communicate(timeout=120)
+    last = err.splitlines()[-1]
+    assert search.returncode == 2 and out == ""
+    assert last.startswith("dsv4tune: the compiler can't be used here") and "$TRITON_CACHE_DIR" in last
+    assert list(Store(db, create=False).trials()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_costs_nothing(db: Path, number: signal.Signals) -> None:
+    search = process(*SEARCH, "--trials", 40, "--jobs", 1, "--db", db, "--json", start_new_session=True)
+    assert search.stderr is not None
+    while "valid configs" not in search.stderr.readline():
+        assert search.poll() is None
+    for _ in range(2):
+        os.killpg(search.pid, number)
+        time.sleep(0.01)
+    out, err = search.communicate(timeout=60)
+    assert json.loads(out)["status"] == "interrupted" and "Traceback" not in err

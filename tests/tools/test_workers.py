@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -81,6 +82,63 @@ def test_a_hanging_job_is_killed_at_its_limit(pool: Pool, tmp_path: Path) -> Non
         os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
+def _runs(pid: int) -> bool:
+    """Whether a process is more than an entry that nobody has waited for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def _ends(pid: int) -> bool:
+    until = time.monotonic() + 10
+    while _runs(pid) and time.monotonic() < until:
+        time.sleep(0.05)
+    return not _runs(pid)
+
+
+def test_what_a_hanging_job_started_is_killed_with_it(pool: Pool, tmp_path: Path) -> None:
+    """A compiler that hangs is as often its assembler."""
+    pool.limit_s = 3.0
+    pool.submit("bad", jobs.hang_in_a_child, str(tmp_path / "pid"))
+    assert all_of(pool)["bad"].kind == "timeout"
+    assert _ends(int((tmp_path / "pid").read_text()))
+
+
+def test_a_process_that_died_idle_is_no_fault_of_the_next_job(pool: Pool) -> None:
+    pool.size = 1
+    pool.submit("before", jobs.pid)
+    before = all_of(pool)["before"].value
+    os.kill(before, signal.SIGKILL)
+    assert _ends(before)
+    pool.submit("after", jobs.double, 21)
+    assert all_of(pool)["after"].value == 42
+
+
+def _main(tmp_path: Path, body: str, **options: Any) -> subprocess.Popen[str]:
+    """A script that owns a pool."""
+    script = tmp_path / "main.py"
+    script.write_text(
+        "import jobs\n"
+        "from dsv4tune.tools.workers import Pool, collect\n"
+        "if __name__ == '__main__':\n"
+        "    pool = Pool(1, 60)\n" + "".join(f"    {line}\n" for line in [*body.splitlines(), "pool.close()"])
+    )
+    paths = os.pathsep.join(["src", str(Path(jobs.__file__).parent)])
+    return subprocess.Popen([sys.executable, str(script)], env={**os.environ, "PYTHONPATH": paths}, **options)
+
+
+def test_a_hanging_job_ends_with_a_killed_search(tmp_path: Path) -> None:
+    marker = tmp_path / "pid"
+    main = _main(tmp_path, f"pool.submit(0, jobs.hang, {str(marker)!r})\nwhile True: collect([pool], 1.0)")
+    until = time.monotonic() + 20
+    while not (marker.exists() and marker.read_text()) and time.monotonic() < until:
+        time.sleep(0.05)
+    main.kill()
+    main.wait()
+    assert _ends(int(marker.read_text()))
+
+
 def test_environment_is_set_before_imports(pool: Pool) -> None:
     pool.environment = {**pool.environment, "TRITON_INTERPRET": "1"}
     pool.submit("x", jobs.variable, "TRITON_INTERPRET")
@@ -88,18 +146,7 @@ def test_environment_is_set_before_imports(pool: Pool) -> None:
 
 
 def test_workers_keep_stdout_clean(tmp_path: Path) -> None:
-    script = tmp_path / "main.py"
-    script.write_text(
-        "import jobs\n"
-        "from dsv4tune.tools.workers import Pool, collect\n"
-        "if __name__ == '__main__':\n"
-        "    pool = Pool(1, 20)\n"
-        "    pool.submit(0, jobs.shout)\n"
-        "    while pool.pending: collect([pool], 1.0)\n"
-        "    pool.close()\n"
-    )
-    paths = os.pathsep.join(["src", str(Path(jobs.__file__).parent)])
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths}
-    )
-    assert done.returncode == 0 and done.stdout == "" and "noise on stdout" in done.stderr
+    body = "pool.submit(0, jobs.shout)\nwhile pool.pending: collect([pool], 1.0)"
+    done = _main(tmp_path, body, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    out, err = done.communicate(timeout=60)
+    assert done.returncode == 0 and out == "" and "noise on stdout" in err

@@ -8,6 +8,7 @@ import random
 import signal
 import sqlite3
 import stat
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,33 @@ def test_reading_changes_nothing(path: Path) -> None:
     before = path.read_bytes()
     assert len(list(Store(path, create=False).trials())) == 1
     assert path.read_bytes() == before
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="takes a user that may not write")
+def test_a_database_is_read_where_nothing_can_be_written(path: Path) -> None:
+    """SQLite's log would want an index beside the file."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        shared = Path(folder) / "tuned.db"
+        store = Store(shared)
+        store.add(make_trial())
+        store.close()
+        os.chmod(folder, 0o755)
+        os.seteuid(65534)
+        try:
+            assert len(list(Store(shared, create=False).trials())) == 1
+        finally:
+            os.seteuid(0)
+
+
+def test_only_a_regular_file_becomes_a_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(StoreError, match="no regular file"):
+        Store(tmp_path / "pipe")
+    assert [p.name for p in tmp_path.iterdir()] == ["pipe"]
+    # SQLite's word for a database that is gone with the process.
+    monkeypatch.chdir(tmp_path)
+    Store(":memory:").add(make_trial())
+    assert (tmp_path / ":memory:").is_file()
 
 
 @pytest.mark.parametrize("how", ["garbage", "truncated", "empty"])
