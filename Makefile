@@ -1,4 +1,4 @@
-# Everything lives in .venv; ARGS="…" is passed on.
+# What users run lives in .venv; ARGS="…" is passed on.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -9,11 +9,12 @@ STAMP := $(VENV)/.installed
 search: setup
 	$(BIN)/dsv4tune search --kernel indexer $(ARGS)
 
-test: setup $(VENV)/.installed-dev
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/python -m pytest $(ARGS)
+# In an environment of its own, because it pins torch.
+test: .venv-test/.installed
+	.venv-test/bin/ruff check .
+	.venv-test/bin/ruff format --check .
+	.venv-test/bin/mypy
+	.venv-test/bin/python -m pytest $(ARGS)
 
 # Templates, compiler and interpreter with the oldest supported Triton, in an environment of its own.
 test-oldest: .venv-oldest/.installed
@@ -29,12 +30,13 @@ setup: $(STAMP)
 # Editable, so that a clone runs what it holds. Takes the newest torch; only tests and CI pin one.
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(if $(CI),-c tests/constraints.txt) -e .
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
 	touch $@
 
-$(VENV)/.installed-dev: $(STAMP) tests/constraints.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c tests/constraints.txt -e '.[dev]'
+.venv-test/.installed: pyproject.toml tests/constraints.txt
+	$(PYTHON) -m venv .venv-test
+	.venv-test/bin/python -m pip install --quiet --disable-pip-version-check -c tests/constraints.txt -e '.[dev]'
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-oldest build dist src/*.egg-info
+	rm -rf $(VENV) .venv-test .venv-oldest build dist src/*.egg-info

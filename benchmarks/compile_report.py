@@ -1,6 +1,6 @@
 """What each target's default, and each shipped entry's config on it, takes with the Triton that runs this.
 
-    python benchmarks/compile_report.py > compile_<triton>.json
+    python benchmarks/compile_report.py > benchmarks/compile/triton_<version>.json
 
 Needs no GPU. One JSON list; `refused` says why a config is no candidate on a target.
 """

@@ -16,7 +16,7 @@ from dsv4tune.codegen import devices, ops
 from dsv4tune.codegen.problem import Profile
 from dsv4tune.codegen.space import Config
 from dsv4tune.runtime.launch import Variant
-from dsv4tune.tools.measure import Setup, _Session
+from dsv4tune.tools.measure import Session, Setup
 from dsv4tune.tuned.store import Store
 
 LENGTHS = (128, 2048)
@@ -32,7 +32,7 @@ def main(path: Path) -> None:
             continue
         op, problem, config = ops.get("indexer"), ops.problem_from_json(best.problem), Config(best.config)
         sessions = {
-            width: _Session(Setup(problem, Profile(width, LENGTHS, (1.0, 1.0)), device, 0)) for width in (262_208, 2048)
+            width: Session(Setup(problem, Profile(width, LENGTHS, (1.0, 1.0)), device, 0)) for width in (262_208, 2048)
         }
         found: dict[str, dict[str, float]] = {}
         for length in LENGTHS:

@@ -9,9 +9,6 @@ from dsv4tune.codegen.problem import Silicon
 KB = 1024
 MB = 1024 * KB
 
-#: Capabilities whose tensor cores take e4m3 operands, in the order in which they appeared.
-SERVED = ("8.9", "9.0", "10.0", "12.0", "12.1")
-
 
 @dataclass(frozen=True)
 class Device:

@@ -25,11 +25,9 @@ class Plan:
 
     Attributes:
         grid: programs; what grows with rows is in the first dimension, because the others end at 65,535.
-        scratch_bytes: memory that must live as long as a graph may replay the launch.
     """
 
     grid: tuple[int, int, int]
-    scratch_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -69,11 +67,11 @@ class Verdict:
     """What a check found: the worst error, and the first thing that was wrong, if any."""
 
     error: float
-    problem: str | None = None
+    fault: str | None = None
 
     @property
     def ok(self) -> bool:
-        return self.problem is None
+        return self.fault is None
 
 
 class Op(ABC, Generic[P, C]):
@@ -108,7 +106,7 @@ class Op(ABC, Generic[P, C]):
 
     @abstractmethod
     def reference_config(self, problem: P, device: Device) -> Config:
-        """The design that the project starts from, reported beside the winner."""
+        """The design that the project starts from: the second candidate of a search, and a column of a bench."""
 
     @abstractmethod
     def template_values(self, problem: P, config: Config) -> dict[str, Any]:

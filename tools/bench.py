@@ -23,7 +23,7 @@ from dsv4tune.runtime.launch import Variant
 from dsv4tune.tools import gpu, peers
 from dsv4tune.tools.evaluate import environment
 from dsv4tune.tools.timing import Timer, copy_gb_per_s, middle
-from dsv4tune.tools.workers import Poisoned, Pool, collect
+from dsv4tune.tools.workers import Poisoned, Pool, collect, first_line
 from dsv4tune.tuned.selector import entry_for
 from dsv4tune.tuned.store import Store
 
@@ -57,7 +57,10 @@ def bench(
     store = Store(db, create=False) if db is not None else None
     pool = Pool(1, LIMIT_S)
     try:
-        copy, found = _ask(pool, start_job, tuple(wanted))
+        started = pool.ask(start_job, tuple(wanted))
+        if started.kind != "ok":
+            raise ValueError(f"the GPU can't be used: {started.reason}")
+        copy, found = started.value
         installed = tuple(name for name in wanted if "missing" not in found[name])
         for name in wanted:
             if name not in installed:
@@ -117,15 +120,6 @@ def _job(
     return Job(op.name, device, shape, configs, installed, copy)
 
 
-def _ask(pool: Pool, function: Any, *arguments: Any) -> Any:
-    pool.submit(None, function, *arguments)
-    while True:
-        for _, answer in collect([pool], 1.0):
-            if answer.kind != "ok":
-                raise ValueError(f"the GPU can't be used: {answer.reason}")
-            return answer.value
-
-
 # -- in the worker ----------------------------------------------------------------------------------------------
 
 
@@ -148,8 +142,7 @@ def shape_job(job: Job) -> dict[str, Any]:
     try:
         return _row(job)
     except Exception as error:
-        first = (str(error).strip().splitlines() or [""])[0]
-        raise Poisoned(f"{type(error).__name__}: {first}"[:300]) from error
+        raise Poisoned(first_line(error)) from error
 
 
 def _row(job: Job) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dsv4tune.codegen import ops
+from dsv4tune.codegen.devices import Device
 from dsv4tune.codegen.op import Op
 from dsv4tune.codegen.problem import Problem
 from dsv4tune.codegen.render import Source, render
@@ -19,21 +20,22 @@ from dsv4tune.tuned.store import Store
 
 
 def overview(path: Path, kernel: str | None) -> list[dict[str, Any]]:
-    """One line a problem: its trials by status and its best."""
+    """One item for each problem and range that it was tried over: its trials by status and its best."""
     if kernel is not None:
         ops.get(kernel)
     store = Store(path, create=False)
     rows = []
     for key in store.problems(kernel):
-        best = store.best(key)
-        problem = best.problem if best is not None else next(store.trials(key)).problem
-        rows.append(
-            {
-                "problem": {**problem, "key": key},
-                "trials": store.counts(key),
-                "best": best_json(best) if best is not None else None,
-            }
-        )
+        problem = next(store.trials(key)).problem
+        for over in store.ranges(key):
+            best = store.best(key, over)
+            rows.append(
+                {
+                    "problem": {**problem, "key": key, "range": over.model_dump()},
+                    "trials": store.counts(key, over),
+                    "best": best_json(best) if best is not None else None,
+                }
+            )
     return rows
 
 
@@ -62,6 +64,7 @@ def details(path: Path, kernel: str, rows: int, target: str | None) -> list[dict
                 "warnings": best.warnings,
                 "finished_at": best.finished_at,
                 "source": str(source.save()) if source is not None else None,
+                "words": _words(op, problem, best),
                 "source_is_current": source is not None and source.sha == best.source_sha,
             }
         )
@@ -69,6 +72,13 @@ def details(path: Path, kernel: str, rows: int, target: str | None) -> list[dict
         held = ", ".join(store.problems()) or "nothing"
         raise ValueError(f"no usable trial of {kernel} with {rows} rows in {path}, which holds {held}: run a search")
     return found
+
+
+def _words(op: Op[Any, Any], problem: Problem, trial: Trial) -> dict[str, str]:
+    """What each word of the config decides."""
+    record = trial.device
+    card = Device(record.name, problem.silicon, record.shared_bytes, record.l2_bytes, 1.0, "its record")
+    return {p.name: p.help for p in op.space(problem, card).parameters}
 
 
 def _source(op: Op[Any, Any], problem: Problem, trial: Trial) -> Source | None:

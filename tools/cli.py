@@ -17,6 +17,7 @@ from dsv4tune.codegen.space import Config
 
 app = typer.Typer(
     no_args_is_help=True,
+    rich_markup_mode=None,  # which would read "[default: ...]" as markup
     add_completion=True,
     pretty_exceptions_enable=False,
     help="Tune and generate DeepSeek-V4's decode kernels for your own GPU.",
@@ -90,7 +91,9 @@ def search_command(
     Measures on the GPU here; without one (or for another card) it compiles, checks through Triton's interpreter and
     predicts. Stops at --trials, --budget or Ctrl-C, and goes on from there when run again.
 
-    Exit status: 0 with a best config, 1 with none, 2 for bad input.
+    The budget is that of all rows together. Lengths and widths count cached entries, one for 4 tokens of context.
+
+    Exit status: 0 with a best config for every row count, 1 where one has none, 2 for bad input.
     """
     from dsv4tune.codegen import ops
     from dsv4tune.tools import tune
@@ -191,7 +194,8 @@ def list_command(
         return
     for row in rows:
         best = row["best"]
-        typer.echo(f"{row['problem']['key']}: {sum(row['trials'].values())} trials")
+        over = f"width {row['problem']['range']['width']}"
+        typer.echo(f"{row['problem']['key']}, {over}: {sum(row['trials'].values())} trials")
         typer.echo(f"  {_line(best)}" if best else "  nothing usable")
 
 
@@ -211,8 +215,11 @@ def show_command(
         typer.echo(json.dumps(found[0] if len(found) == 1 else {"results": found}))
         return
     for one in found:
-        typer.echo(f"{one['problem']['key']}")
+        typer.echo(f"{one['problem']['key']}, width {one['problem']['range']['width']}")
         typer.echo(f"  {_line(one)}")
+        for word, value in one["config"].items():
+            if value not in (0, "auto"):
+                typer.echo(f"    {word:16} {value:8} {one['words'].get(word, '')}")
         typer.echo(f"  error {one['error']:.1e} against float64, checked by {one['checked_by']}")
         r = one["resources"]
         typer.echo(
@@ -222,6 +229,8 @@ def show_command(
         e = one["environment"]
         typer.echo(f"  dsv4tune {e['dsv4tune']}, Triton {e['triton']}, ptxas {e['ptxas']}, torch {e['torch']}")
         note = "" if one["source_is_current"] else " (not the text that was tried: this dsv4tune renders another)"
+        for warning in one["warnings"]:
+            typer.echo(f"  warning: {warning}")
         typer.echo(f"  source {one['source']}{note}")
 
 
@@ -339,7 +348,7 @@ def _summary(result: dict[str, Any]) -> str:
     lines = [
         f"{result['problem']['key']}",
         f"  {result['status']}: {result['tried']} tried in {result['seconds']:.1f} s, "
-        f"{trials['total']} trials stored ({counts})",
+        f"{trials['total']} trials stored{f' ({counts})' if counts else ''}",
     ]
     lines.append(f"  {_line(best)}" if best else "  nothing usable")
     for name, reference in result["references"].items():

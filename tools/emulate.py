@@ -17,7 +17,8 @@ from dsv4tune.codegen.render import render
 from dsv4tune.codegen.retarget import retarget
 from dsv4tune.codegen.space import Config
 from dsv4tune.runtime.launch import Variant
-from dsv4tune.tools.workers import Answer, Poisoned, Pool, collect
+from dsv4tune.tools.measure import check
+from dsv4tune.tools.workers import Answer, Poisoned, Pool, collect, first_line
 
 #: Runs of each case: a race shows in some of them only.
 RUNS = 3
@@ -57,7 +58,7 @@ class Emulated:
             return cls(answer.tag, "not run" if answer.kind == "raised" else "wrong", reason=answer.reason)
         verdict: Verdict = answer.value
         error = verdict.error if math.isfinite(verdict.error) else None
-        return cls(answer.tag, "ok" if verdict.ok else "wrong", error, verdict.problem or "")
+        return cls(answer.tag, "ok" if verdict.ok else "wrong", error, verdict.fault or "")
 
     def to_json(self) -> dict[str, Any]:
         c = self.candidate
@@ -90,16 +91,8 @@ def emulate(op: Op[Any, Any], problem: Problem, config: Config, width: int) -> V
     if refusal is not None:
         raise ValueError(refusal)
     run = Variant(op, problem, config, width, retarget(kernel))
-    worst = 0.0
-    for name, call in op.cases(problem, width, op.profile(problem, width).lengths, "cuda", seed=0):
-        expected = op.expect(problem, call)
-        for _ in range(RUNS):
-            run(call)
-            verdict = op.verify(problem, call, expected)
-            worst = max(worst, verdict.error)
-            if not verdict.ok:
-                return Verdict(worst, f"case '{name}': {verdict.problem}")
-    return Verdict(worst)
+    cases = op.cases(problem, width, op.profile(problem, width).lengths, "cuda", seed=0)
+    return check(op, problem, ((name, call, op.expect(problem, call)) for name, call in cases), run, RUNS)
 
 
 def emulate_job(problem: Problem, config: Config, width: int) -> Verdict:
@@ -115,8 +108,7 @@ def emulate_job(problem: Problem, config: Config, width: int) -> Verdict:
     except (CompileError, ValueError, torch.cuda.OutOfMemoryError):
         raise  # says nothing of the variant's code
     except Exception as error:
-        lines = str(error).strip().splitlines() or [""]
-        raise Poisoned(f"{type(error).__name__}: {lines[0]}"[:300]) from error
+        raise Poisoned(first_line(error)) from error
 
 
 def hopper_here() -> Device:

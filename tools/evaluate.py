@@ -18,7 +18,7 @@ from dsv4tune.codegen.problem import Profile
 from dsv4tune.codegen.render import render
 from dsv4tune.codegen.space import Config
 from dsv4tune.tools import gpu
-from dsv4tune.tools.measure import Measured, Setup, compile_job, device_job, import_job, interpret_job
+from dsv4tune.tools.measure import Measured, Setup, Timing, compile_job, device_job, import_job, interpret_job
 from dsv4tune.tools.workers import Answer, Pool, collect
 from dsv4tune.tuned.records import Baseline, DeviceRecord, Environment, Range, Resources, Trial
 
@@ -50,15 +50,6 @@ class Pools:
         """Compilers import Triton, which takes seconds, while the caller prepares its inputs."""
         while self.compilers.pending < self.compilers.size:
             self.compilers.submit(WARM, import_job)
-
-    def ask(self, pool: Pool, function: Any, *arguments: Any) -> Answer:
-        """One job, waited for, while nothing else runs."""
-        tag = object()
-        pool.submit(tag, function, *arguments)
-        while True:
-            for _, answer in collect([pool], 1.0):
-                if answer.tag is tag:
-                    return answer
 
     def close(self) -> None:
         self.compilers.close()
@@ -152,7 +143,7 @@ class Evaluation:
         verdict: Verdict = measured.verdict
         error = verdict.error if math.isfinite(verdict.error) else None
         if not verdict.ok:
-            return self._trial(config, "wrong", reason=verdict.problem or "", error=error, judge_seconds=seconds)
+            return self._trial(config, "wrong", reason=verdict.fault or "", error=error, judge_seconds=seconds)
         times = {n: t.us for n, t in measured.timings.items()}
         spread = {n: t.spread for n, t in measured.timings.items()}
         beside = {n: t.baseline_us for n, t in measured.timings.items() if t.baseline_us is not None}
@@ -174,8 +165,6 @@ class Evaluation:
         )
 
     def _predicted(self, config: Config, verdict: Verdict) -> Measured:
-        from dsv4tune.tools.measure import Timing
-
         _, report, _ = self._reports[config]
         problem, profile, device = self.setup.problem, self.setup.profile, self.setup.device
         timings = {

@@ -5,6 +5,7 @@ How a time is taken is written down once, in benchmarks/README.md.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from dsv4tune.codegen.space import Config
 from dsv4tune.runtime.launch import Variant
 from dsv4tune.tools import gpu, peers
 from dsv4tune.tools.timing import Captured, Timer, middle
-from dsv4tune.tools.workers import Poisoned
+from dsv4tune.tools.workers import Poisoned, first_line
 
 
 @dataclass(frozen=True)
@@ -82,13 +83,31 @@ def interpret_job(problem: Problem, config: Config) -> Verdict:
     module = render(op, problem, config).load()
     small, width = op.small(problem)
     run = module.kernel[op.plan(small, config, width).grid]
+    cases = op.cases(small, width, (width,), "cpu", seed=0)
+    return check(
+        op,
+        small,
+        ((name, call, op.expect(small, call)) for name, call in cases),
+        lambda call: run(*op.bind(small, config, call), **module.OPTIONS),
+    )
+
+
+def check(
+    op: Op[Any, Any],
+    problem: Problem,
+    cases: Iterable[tuple[str, Any, Any]],
+    run: Callable[[Any], object],
+    times: int = 1,
+) -> Verdict:
+    """Run every case (name, call, expected) and judge it; the worst error, and the first fault if there is one."""
     worst = 0.0
-    for name, call in op.cases(small, width, (width,), "cpu", seed=0):
-        run(*op.bind(small, config, call), **module.OPTIONS)
-        verdict = op.verify(small, call, op.expect(small, call))
-        worst = max(worst, verdict.error)
-        if not verdict.ok:
-            return Verdict(worst, f"case '{name}': {verdict.problem}")
+    for name, call, expected in cases:
+        for _ in range(times):
+            run(call)
+            verdict = op.verify(problem, call, expected)
+            worst = max(worst, verdict.error)
+            if not verdict.ok:
+                return Verdict(worst, f"case '{name}': {verdict.fault}")
     return Verdict(worst)
 
 
@@ -102,7 +121,7 @@ def device_job(setup: Setup, config: Config, baseline: str | None) -> Measured:
         return _session(setup).measure(config, baseline)
     except Exception as error:
         if _context_is_broken():
-            raise Poisoned(f"device fault: {str(error).strip().splitlines()[0]}") from error
+            raise Poisoned(f"device fault: {first_line(error)}") from error
         raise
 
 
@@ -145,25 +164,25 @@ def peer_job(setup: Setup, name: str) -> PeerTimes:
             torch.cuda.empty_cache()
     except Exception as error_:
         if _context_is_broken():
-            raise Poisoned(f"{name}: device fault: {str(error_).strip().splitlines()[0]}") from error_
+            raise Poisoned(f"{name}: device fault: {first_line(error_)}") from error_
         raise
     return PeerTimes(None, peer.version(), times, error, left_out.rstrip("; "))
 
 
 # -- one problem on one GPU -------------------------------------------------------------------------------------
 
-_current: list[tuple[Setup, _Session]] = []
+_current: list[tuple[Setup, Session]] = []
 
 
-def _session(setup: Setup) -> _Session:
+def _session(setup: Setup) -> Session:
     if not _current or _current[0][0] != setup:
         _current.clear()  # the old one's memory first
         torch.cuda.empty_cache()
-        _current.append((setup, _Session(setup)))
+        _current.append((setup, Session(setup)))
     return _current[0][1]
 
 
-class _Session:
+class Session:
     """Inputs, expected values and the baseline's graphs of one problem."""
 
     def __init__(self, setup: Setup) -> None:
@@ -207,7 +226,7 @@ class _Session:
     def measure(self, config: Config, baseline: str | None) -> Measured:
         problem, profile = self.setup.problem, self.setup.profile
         variant = Variant(self.op, problem, config, profile.width, self.compile(config).compiled)
-        verdict = self.check(variant)
+        verdict = check(self.op, problem, self.cases, variant)
         if not verdict.ok:
             return Measured(verdict, {})
         beside = self.peer(baseline) if baseline is not None else {}
@@ -224,16 +243,6 @@ class _Session:
     def compile(self, config: Config) -> Kernel:
         problem = self.setup.problem
         return compile_source(render(self.op, problem, config), self.op.arguments(problem, config), problem.silicon)
-
-    def check(self, variant: Any) -> Verdict:
-        worst = 0.0
-        for name, call, expected in self.cases:
-            variant(call)
-            verdict = self.op.verify(self.setup.problem, call, expected)
-            worst = max(worst, verdict.error)
-            if not verdict.ok:
-                return Verdict(worst, f"case '{name}': {verdict.problem}")
-        return Verdict(worst)
 
 
 def _context_is_broken() -> bool:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 from dsv4tune.codegen.ops.indexer_call import IndexerCall
 from dsv4tune.codegen.problem import Problem, Silicon
+from dsv4tune.tools.workers import first_line
 
 _SGLANG = "pip install --no-deps sglang==0.5.23 (and what its modules import)"
 
@@ -41,8 +42,7 @@ class Peer(ABC):
         try:
             importlib.import_module(self.module)
         except Exception as error:  # other people's imports fail in every way
-            first = str(error).strip().splitlines()[:1]
-            return f"{type(error).__name__}: {first[0] if first else ''}"[:200]
+            return first_line(error)
         return None
 
     def version(self) -> str:

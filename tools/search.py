@@ -17,8 +17,6 @@ from optuna.trial import TrialState, create_trial
 from dsv4tune.codegen.space import Config, Space
 from dsv4tune.tuned.records import Trial
 
-SAMPLERS = ("tpe", "random", "grid")
-
 #: What an unusable candidate counts as: far behind every usable one, so that the sampler leaves its neighbourhood.
 _UNUSABLE = math.log(1e3)
 

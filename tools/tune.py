@@ -88,7 +88,7 @@ def tune(request: Request, say: Say) -> list[dict[str, Any]]:
     for note in store.notes:
         say(note)
     card = f"{request.device.name} ({request.device.silicon.target})"
-    fitted = f"no such GPU here, cost model fitted on {cost.MODEL.fitted_on}"
+    fitted = f"no such GPU here (the cost model was fitted on {cost.MODEL.fitted_on})"
     say(f"measuring on {card}" if request.on_gpu else f"predicting for {card}: {fitted}")
     jobs = request.jobs or default_jobs()
     pools = Pools.of(jobs, request.on_gpu)
@@ -177,9 +177,9 @@ def _tune_one(
                 proposer.learn(Config(trial.config), trial.score if trial.status == "ok" else None)
                 known += 1
         left_out = sum(avoid(config) is not None for config in space.valid())
-        note = f" ({left_out} that can't be checked without their GPU are left out)" if left_out else ""
-        say(f"{problem.key}: {len(space.valid())} valid configs{note}, {known} of {request.trials} trials stored")
-        progress = _Progress(store, problem, request.trials, known, deadline, say)
+        note = f", {left_out} of them left out because only their GPU can check them" if left_out else ""
+        say(f"{problem.key}: {known} of {request.trials} trials stored; {len(space.valid())} valid configs{note}")
+        progress = _Progress(store, setup, request.trials, known, deadline, say)
         result = search(proposer, evaluation, store.add, request.trials - known, deadline, progress)
     except KeyboardInterrupt:
         pass
@@ -210,7 +210,7 @@ def _fitting(op: Op[Any, Any], setup: Setup, pools: Pools, say: Say) -> Setup:
     Raises:
         ValueError: not even the shortest does.
     """
-    answer = pools.ask(pools.judges, measure.memory_job)
+    answer = pools.judges.ask(measure.memory_job)
     if answer.kind != "ok":
         raise ValueError(f"the GPU can't be used: {answer.reason}")
     free = answer.value
@@ -238,7 +238,7 @@ def _baseline(setup: Setup, pools: Pools, say: Say) -> tuple[Baseline | None, di
         other = peers.PEERS[name]
         if other.op != setup.problem.op:
             continue
-        answer = pools.ask(pools.judges, measure.peer_job, setup, name)
+        answer = pools.judges.ask(measure.peer_job, setup, name)
         if answer.kind == "ok" and answer.value.missing is None:
             found = answer.value
             references[name] = {"version": found.version, "times_us": found.times_us, "error": found.error}
@@ -258,10 +258,9 @@ def _baseline(setup: Setup, pools: Pools, say: Say) -> tuple[Baseline | None, di
 class _Progress:
     """Best so far, rate and time left, a line each few seconds."""
 
-    def __init__(
-        self, store: Store, problem: Problem, trials: int, known: int, deadline: float | None, say: Say
-    ) -> None:
-        self.store, self.problem, self.trials, self.known = store, problem, trials, known
+    def __init__(self, store: Store, setup: Setup, trials: int, known: int, deadline: float | None, say: Say) -> None:
+        self.store, self.problem, self.trials, self.known = store, setup.problem, trials, known
+        self.over = Range(**setup.profile.to_json())
         self.deadline, self.say = deadline, say
         self.started = self.told = time.monotonic()
 
@@ -274,7 +273,7 @@ class _Progress:
         left = (self.trials - self.known - tried) / rate
         if self.deadline is not None:
             left = min(left, self.deadline - now)
-        best = self.store.best(self.problem.key)
+        best = self.store.best(self.problem.key, self.over)
         what = f"best {best.score:.3f} of {best.yardstick} ({in_order(best).brief})" if best else "nothing usable yet"
         self.say(f"{self.known + tried}/{self.trials} trials, {rate:.1f}/s, {max(0.0, left):.0f} s left; {what}")
 
@@ -289,9 +288,10 @@ def _result(
     references: dict[str, Any],
     seconds: float,
 ) -> dict[str, Any]:
-    counts = store.counts(problem.key)
+    over = Range(**profile.to_json())
+    counts = store.counts(problem.key, over)
     statuses = ("ok", "refused", "wrong", "unchecked", "failed", "timeout")
-    best = store.best(problem.key, Range(**profile.to_json()))
+    best = store.best(problem.key, over)
     return {
         "status": result.status,
         "problem": {**problem.to_json(), "key": problem.key, "range": profile.to_json()},

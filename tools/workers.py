@@ -21,6 +21,12 @@ from typing import Any
 _PR_SET_PDEATHSIG = 1
 
 
+def first_line(error: BaseException) -> str:
+    """An exception as one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
+
+
 class Poisoned(Exception):
     """Raised by a job whose process must not be used again, such as one whose CUDA context is broken."""
 
@@ -67,6 +73,15 @@ class Pool:
         """Queue ``function(*arguments)``, a function of a module; its answer carries `tag`."""
         self._queue.append((tag, function, arguments))
         self._start_queued()
+
+    def ask(self, function: Callable[..., Any], *arguments: Any) -> Answer:
+        """One job, waited for; answers of other jobs that end meanwhile are dropped."""
+        tag = object()
+        self.submit(tag, function, *arguments)
+        while True:
+            for _, answer in collect([self], 1.0):
+                if answer.tag is tag:
+                    return answer
 
     @property
     def pending(self) -> int:
@@ -190,8 +205,7 @@ def _serve(pipe: Connection, environment: dict[str, str], nice: int) -> None:
         except Exception as error:
             if os.environ.get("DSV4TUNE_DEBUG"):
                 traceback.print_exc()
-            first = str(error).strip().splitlines()[:1]
-            reply = ("raised", None, f"{type(error).__name__}: {first[0] if first else ''}"[:300])
+            reply = ("raised", None, first_line(error))
         try:
             pipe.send(reply)
         except (BrokenPipeError, ConnectionResetError):

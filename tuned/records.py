@@ -6,9 +6,6 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-#: Of the exported files; a reader refuses a newer one.
-SCHEMA_VERSION = 1
-
 Status = Literal["ok", "refused", "wrong", "unchecked", "failed", "timeout"]
 Provenance = Literal["measured", "predicted"]
 #: Microseconds, or another figure, by live length.
@@ -137,7 +134,7 @@ class Entry(Record):
 
 
 class Catalogue(Record):
-    """An exported file."""
+    """An exported file; a reader refuses another schema version."""
 
     schema_version: Literal[1] = 1
     entries: list[Entry]

@@ -249,12 +249,22 @@ class Store:
         values = {"key": problem_key, "range": None if over is None else _text(over.model_dump(mode="json"))}
         return next((_trial(row) for row in self.db.query(query, values)), None)
 
-    def counts(self, problem_key: str) -> dict[str, int]:
-        """Trials by status."""
+    def ranges(self, problem_key: str) -> list[Range]:
+        """The ranges that a problem was tried over, the widest first."""
         query = (
-            "select status, count(*) n from trial t join problem p on p.id = t.problem_id where p.key = ? group by 1"
+            "select distinct t.range, t.width from trial t join problem p on p.id = t.problem_id where p.key = ? "
+            "order by t.width desc, length(t.range) desc, t.range"
         )
-        return {row["status"]: row["n"] for row in self.db.query(query, [problem_key])}
+        return [Range(**json.loads(row["range"])) for row in self.db.query(query, [problem_key])]
+
+    def counts(self, problem_key: str, over: Range) -> dict[str, int]:
+        """Trials over one range by status."""
+        query = (
+            "select status, count(*) n from trial t join problem p on p.id = t.problem_id "
+            "where p.key = ? and t.range = ? group by 1"
+        )
+        values = [problem_key, _text(over.model_dump(mode="json"))]
+        return {row["status"]: row["n"] for row in self.db.query(query, values)}
 
 
 _SELECT = (

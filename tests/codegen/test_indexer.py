@@ -236,7 +236,7 @@ def test_a_written_empty_row_fails(indexer: Indexer, small: IndexerProblem, case
     _, call, expected = next(case for case in cases if case[0] == "empty")
     assert indexer.verify(small, call, expected).ok
     call.logits[3, 0] = 0.0
-    assert "length 0 was written" in str(indexer.verify(small, call, expected).problem)
+    assert "length 0 was written" in str(indexer.verify(small, call, expected).fault)
 
 
 def test_a_pick_below_the_512th_fails(indexer: Indexer, small: IndexerProblem, cases: Any) -> None:
@@ -248,7 +248,7 @@ def test_a_pick_below_the_512th_fails(indexer: Indexer, small: IndexerProblem, c
     worst = call.logits[0].argmin()
     call.logits[0, worst] = call.logits[0].max() + 1
     verdict = indexer.verify(small, call, replace(expected, rows=[loose, *expected.rows[1:]]))
-    assert "top-512" in str(verdict.problem)
+    assert "top-512" in str(verdict.fault)
 
 
 def test_cleaning_is_judged(indexer: Indexer, small: IndexerProblem) -> None:
@@ -256,7 +256,7 @@ def test_cleaning_is_judged(indexer: Indexer, small: IndexerProblem) -> None:
     _, call = next(iter(indexer.cases(clean, 1024, (1024,), "cpu", seed=0)))
     expected = indexer.expect(clean, call)
     fill(clean, call)
-    assert "is not -inf" in str(indexer.verify(clean, call, expected).problem)
+    assert "is not -inf" in str(indexer.verify(clean, call, expected).fault)
     for row, length in enumerate(call.seq_lens.tolist()):
         call.logits[row, length:] = float("-inf")
     fill(clean, call)

@@ -22,7 +22,7 @@ from dsv4tune.tools.workers import Answer
 
 def pools(answer: Any) -> Any:
     """Stands in for the worker processes: `answer(function, *arguments)`."""
-    return SimpleNamespace(judges=None, ask=lambda pool, function, *arguments: answer(function, *arguments))
+    return SimpleNamespace(judges=SimpleNamespace(ask=answer))
 
 
 @pytest.fixture
