@@ -216,7 +216,7 @@ def show_command(
         return
     for one in found:
         typer.echo(f"{one['problem']['key']}, width {one['problem']['range']['width']}")
-        typer.echo(f"  {_line(one)}")
+        typer.echo(f"  {_figures(one)}")
         for word, value in one["config"].items():
             if value not in (0, "auto"):
                 typer.echo(f"    {word:16} {value:8} {one['words'].get(word, '')}")
@@ -359,9 +359,12 @@ def _summary(result: dict[str, Any]) -> str:
 
 
 def _line(best: dict[str, Any]) -> str:
+    return f"{_figures(best)}\n  {Config(best['config']).brief}"
+
+
+def _figures(best: dict[str, Any]) -> str:
     times = best.get("measured_us") or best["predicted_us"]
-    figures = f"{best['provenance']}: {_times(times)}; {best['score']:.3f} of {best['yardstick']}"
-    return f"{figures}\n  {Config(best['config']).brief}"
+    return f"{best['provenance']}: {_times(times)}; {best['score']:.3f} of {best['yardstick']}"
 
 
 def _times(times: dict[Any, float]) -> str:
