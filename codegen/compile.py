@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import subprocess
 import tempfile
@@ -15,7 +16,7 @@ from typing import Any
 
 from dsv4tune.codegen.op import Argument
 from dsv4tune.codegen.problem import Silicon
-from dsv4tune.codegen.render import Source
+from dsv4tune.codegen.render import Source, cache_folder
 
 
 class CompileError(Exception):
@@ -75,6 +76,15 @@ class Kernel:
     def report(self) -> Report:
         """What it takes; read off the binary when first asked for, because who only launches it need not wait."""
         return _report(self.compiled, self.seconds)
+
+
+def cache_environment() -> dict[str, str]:
+    """Where Triton keeps its binaries, for the environment of every process that compiles or launches.
+
+    They must agree, or a variant is compiled again where it is launched; and importing SGLang, as timing its kernels
+    does, moves Triton's cache of that process unless the variable is set.
+    """
+    return {"TRITON_CACHE_DIR": os.environ.get("TRITON_CACHE_DIR") or str(cache_folder() / "triton")}
 
 
 def compile_source(source: Source, arguments: Sequence[Argument], silicon: Silicon) -> Kernel:

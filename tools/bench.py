@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from dsv4tune.codegen import ops
-from dsv4tune.codegen.compile import compile_source
+from dsv4tune.codegen.compile import cache_environment, compile_source
 from dsv4tune.codegen.devices import Device
 from dsv4tune.codegen.op import Op
 from dsv4tune.codegen.problem import Problem, Shape
@@ -55,7 +55,7 @@ def bench(
 ) -> dict[str, Any]:
     """Time every shape in a worker process; the object that ``bench --json`` prints."""
     store = Store(db, create=False) if db is not None else None
-    pool = Pool(1, LIMIT_S)
+    pool = Pool(1, LIMIT_S, cache_environment())
     try:
         started = pool.ask(start_job, tuple(wanted))
         if started.kind != "ok":

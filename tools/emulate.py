@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dsv4tune.codegen import devices, ops
-from dsv4tune.codegen.compile import CompileError, compile_source
+from dsv4tune.codegen.compile import CompileError, cache_environment, compile_source
 from dsv4tune.codegen.devices import Device
 from dsv4tune.codegen.op import Op, Verdict
 from dsv4tune.codegen.problem import Problem
@@ -153,7 +153,7 @@ def candidates(op: Op[Any, Any], device: Device, rows: Sequence[int], db: Path |
 
 def emulate_all(wanted: Sequence[Candidate]) -> Iterator[Emulated]:
     """Check each candidate in a process that a fault or a hang costs; results in order, as they come."""
-    pool = Pool(1, LIMIT_S)
+    pool = Pool(1, LIMIT_S, cache_environment())
     try:
         for candidate in wanted:
             pool.submit(candidate, emulate_job, candidate.problem, candidate.config, candidate.width)

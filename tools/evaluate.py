@@ -12,7 +12,7 @@ from typing import Any
 
 from dsv4tune import __version__
 from dsv4tune.codegen import cost, ops
-from dsv4tune.codegen.compile import Report, ptxas_version
+from dsv4tune.codegen.compile import Report, cache_environment, ptxas_version
 from dsv4tune.codegen.op import Verdict
 from dsv4tune.codegen.problem import Profile
 from dsv4tune.codegen.render import render
@@ -40,10 +40,11 @@ class Pools:
     @classmethod
     def of(cls, jobs: int, on_gpu: bool) -> Pools:
         # Compilers fill every core; the process that times must not wait for one.
-        compilers = Pool(jobs, COMPILE_LIMIT_S, {"CUDA_VISIBLE_DEVICES": ""}, nice=10)
+        cache = cache_environment()
+        compilers = Pool(jobs, COMPILE_LIMIT_S, {**cache, "CUDA_VISIBLE_DEVICES": ""}, nice=10)
         if on_gpu:
-            return cls(compilers, Pool(1, JUDGE_LIMIT_S), True)
-        interpret = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
+            return cls(compilers, Pool(1, JUDGE_LIMIT_S, cache), True)
+        interpret = {**cache, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
         return cls(compilers, Pool(jobs, JUDGE_LIMIT_S, interpret), False)
 
     def warm(self) -> None:

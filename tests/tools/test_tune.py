@@ -13,8 +13,10 @@ from typer.testing import CliRunner
 
 from dsv4tune.codegen import ops
 from dsv4tune.codegen.problem import Profile
+from dsv4tune.codegen.render import cache_folder
 from dsv4tune.tools import measure, peers
 from dsv4tune.tools.cli import app
+from dsv4tune.tools.evaluate import Pools
 from dsv4tune.tools.measure import PeerTimes, Setup
 from dsv4tune.tools.tune import _baseline, _fitting
 from dsv4tune.tools.workers import Answer
@@ -70,6 +72,16 @@ def test_the_baseline_is_the_servers_even_where_a_reference_is_faster(setup: Set
     assert baseline is not None and baseline.name == "deep_gemm" and baseline.times_us[128] == 4.0
     assert references["tilelang"]["version"] == "tilelang 1"
     assert references["torch_sm120"]["missing"] == "device fault" and said == []
+
+
+def test_compilers_and_judges_share_one_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Importing SGLang sets the cache folder of its process where none is set: each variant was compiled twice."""
+    for given, wanted in (("/somewhere", "/somewhere"), ("", str(cache_folder() / "triton"))):
+        monkeypatch.setenv("TRITON_CACHE_DIR", given)
+        for on_gpu in (True, False):
+            made = Pools.of(2, on_gpu)
+            assert made.compilers.environment["TRITON_CACHE_DIR"] == wanted
+            assert made.judges.environment["TRITON_CACHE_DIR"] == wanted
 
 
 def test_a_spent_budget_ends_every_problem(tmp_path: Path) -> None:
