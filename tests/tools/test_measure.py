@@ -1,0 +1,49 @@
+"""What runs on a GPU, run without one: sessions, captures, rounds, bench rows; real kernels in the interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pretend_gpu
+import pytest
+
+from dsv4tune.codegen.devices import DEVICES
+from dsv4tune.codegen.ops.indexer import Indexer
+from dsv4tune.codegen.problem import Shape
+from dsv4tune.tools.workers import Pool
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    found = Pool(1, 300, {"TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"})
+    yield found
+    found.close()
+
+
+def test_a_candidate_is_checked_and_timed_in_turn_with_the_baseline(indexer: Indexer, pool: Pool) -> None:
+    card = DEVICES["rtx-pro-6000"]
+    config = indexer.default(indexer.problem(3, card.silicon), card)
+    answer = pool.ask(pretend_gpu.measured, 3, config)
+    assert answer.kind == "ok", answer
+    peer, measured = answer.value
+    assert peer.missing is None and peer.error < 1e-6 and set(peer.times_us) == {64, 320} and peer.version
+    assert measured.verdict.ok and measured.verdict.error < 1e-6
+    # 0.25 ms between the events of a graph of 2 launches.
+    for timing in measured.timings.values():
+        assert timing.us == timing.baseline_us == 125.0 and timing.spread == 0.0
+    assert set(measured.timings) == {64, 320}
+
+
+def test_a_bench_row_holds_everyone_on_the_same_tensors(indexer: Indexer, pool: Pool) -> None:
+    card = DEVICES["rtx-pro-6000"]
+    problem = indexer.problem(4, card.silicon)
+    configs = {"default": indexer.default(problem, card), "page_grid": indexer.reference_config(problem, card)}
+    shape = Shape("drafts", "verify", 640, (600, 601, 0, 64), (0, 0, 1, 2))
+    answer = pool.ask(pretend_gpu.benched, shape, configs)
+    assert answer.kind == "ok", answer
+    row = answer.value
+    assert row["shape"] == {"name": "drafts", "kind": "verify", "rows": 4, "live": 601, "width": 640, "positions": 1265}
+    assert set(row["us"]) == set(row["spread"]) == set(row["error"]) == {"default", "page_grid", "deep_gemm"}
+    assert all(error < 1e-6 for error in row["error"].values())
+    assert row["top512"] == {"default": 1.0, "page_grid": 1.0, "deep_gemm": 1.0} and row["left_out"] == {}
+    assert row["floor_us"] > 0 and row["configs"]["default"] == dict(configs["default"])
