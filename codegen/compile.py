@@ -115,11 +115,12 @@ def compile_source(source: Source, arguments: Sequence[Argument], silicon: Silic
         options = {**module.OPTIONS, "enable_fp_fusion": True}
         compiled = triton.compile(ast, target=GPUTarget("cuda", silicon.arch, 32), options=options)
     except Exception as error:
-        raise CompileError(_first_line(error)) from error
+        raise CompileError(first_line(error)) from error
     return Kernel(source, compiled, time.perf_counter() - started)
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """An exception as one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
 

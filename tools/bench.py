@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from dsv4tune.codegen import ops
-from dsv4tune.codegen.compile import cache_environment, compile_source
+from dsv4tune.codegen.compile import cache_environment, compile_source, first_line
 from dsv4tune.codegen.devices import Device
 from dsv4tune.codegen.op import Op
 from dsv4tune.codegen.problem import Problem, Shape
@@ -23,7 +23,7 @@ from dsv4tune.runtime.launch import Variant
 from dsv4tune.tools import gpu, peers
 from dsv4tune.tools.evaluate import environment
 from dsv4tune.tools.timing import Timer, copy_gb_per_s, middle
-from dsv4tune.tools.workers import Poisoned, Pool, collect, first_line
+from dsv4tune.tools.workers import Poisoned, Pool, collect
 from dsv4tune.tuned.selector import entry_for
 from dsv4tune.tuned.store import Store
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dsv4tune.codegen import devices, ops
-from dsv4tune.codegen.compile import CompileError, cache_environment, compile_source
+from dsv4tune.codegen.compile import CompileError, cache_environment, compile_source, first_line
 from dsv4tune.codegen.devices import Device
 from dsv4tune.codegen.op import Op, Verdict
 from dsv4tune.codegen.problem import Problem
@@ -18,7 +18,7 @@ from dsv4tune.codegen.retarget import retarget
 from dsv4tune.codegen.space import Config
 from dsv4tune.runtime.launch import Variant
 from dsv4tune.tools.measure import check
-from dsv4tune.tools.workers import Answer, Poisoned, Pool, collect, first_line
+from dsv4tune.tools.workers import Answer, Poisoned, Pool, collect
 
 #: Runs of each case: a race shows in some of them only.
 RUNS = 3

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from dsv4tune.codegen import ops
-from dsv4tune.codegen.compile import Kernel, Report, compile_source
+from dsv4tune.codegen.compile import Kernel, Report, compile_source, first_line
 from dsv4tune.codegen.devices import Device
 from dsv4tune.codegen.op import Op, Verdict
 from dsv4tune.codegen.problem import Problem, Profile
@@ -22,7 +22,7 @@ from dsv4tune.codegen.space import Config
 from dsv4tune.runtime.launch import Variant
 from dsv4tune.tools import gpu, peers
 from dsv4tune.tools.timing import Captured, Timer, middle
-from dsv4tune.tools.workers import Poisoned, first_line
+from dsv4tune.tools.workers import Poisoned
 
 
 @dataclass(frozen=True)

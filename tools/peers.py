@@ -11,9 +11,9 @@ from collections.abc import Callable
 from importlib import metadata
 from typing import Any, ClassVar
 
+from dsv4tune.codegen.compile import first_line
 from dsv4tune.codegen.ops.indexer_call import IndexerCall
 from dsv4tune.codegen.problem import Problem, Silicon
-from dsv4tune.tools.workers import first_line
 
 _SGLANG = "pip install --no-deps sglang==0.5.23 (and what its modules import)"
 

@@ -17,14 +17,10 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from dsv4tune.codegen.compile import first_line
+
 #: From linux/prctl.h: the signal that the kernel sends when the parent dies.
 _PR_SET_PDEATHSIG = 1
-
-
-def first_line(error: BaseException) -> str:
-    """An exception as one line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
 
 
 class Poisoned(Exception):
