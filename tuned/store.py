@@ -276,10 +276,16 @@ _SELECT = (
 
 
 def _trial(row: dict[str, Any]) -> Trial:
-    values = json.loads(row.pop("json"))
-    for name in ("config", "range", "problem", "device", "environment"):
-        row[name] = json.loads(row[name])
-    return Trial(**row, **values)
+    try:
+        values = json.loads(row.pop("json"))
+        for name in ("config", "range", "problem", "device", "environment"):
+            row[name] = json.loads(row[name])
+        return Trial(**row, **values)
+    except (ValueError, TypeError) as error:  # pydantic's errors are ValueErrors
+        first = str(error).splitlines()[0]
+        raise StoreError(
+            f"the database holds a trial that this dsv4tune can't read ({first}): use another --db"
+        ) from error
 
 
 def _text(value: Any) -> str:

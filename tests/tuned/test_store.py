@@ -186,6 +186,15 @@ def test_a_newer_schema_is_refused_and_kept(path: Path) -> None:
     assert sqlite3.connect(path).execute("select count(*) from trial").fetchone() == (1,)
 
 
+def test_a_trial_of_other_making_is_one_clear_line(path: Path) -> None:
+    store = Store(path)
+    store.add(make_trial())
+    for text in ('{"unknown": 1}', "[]", "no JSON"):
+        store.db.execute("update trial set json = ?", [text])
+        with pytest.raises(StoreError, match="holds a trial that this dsv4tune can't read"):
+            store.best(make_trial().problem_key)
+
+
 def test_default_path_can_be_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("DSV4TUNE_DB", str(tmp_path / "mine.db"))
     assert store_module.default_path() == tmp_path / "mine.db"
