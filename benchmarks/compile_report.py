@@ -12,8 +12,7 @@ from importlib import metadata
 from typing import Any
 
 from dsv4tune.codegen import devices, ops
-from dsv4tune.codegen.compile import CompileError, compile_source, ptxas_version
-from dsv4tune.codegen.render import render
+from dsv4tune.codegen.compile import CompileError, compile_config, ptxas_version
 from dsv4tune.codegen.space import Config
 from dsv4tune.tuned.selector import shipped
 
@@ -36,8 +35,7 @@ def rows() -> list[dict[str, Any]]:
                 reason = op.space(problem, card).refuse(config)
                 if reason is None:
                     try:
-                        source = render(op, problem, config)
-                        report = compile_source(source, op.arguments(problem, config), card.silicon).report
+                        report = compile_config(op, problem, config).report
                         row |= report.to_json()
                         del row["seconds"], row["binary"]
                         reason = report.refusal(card.silicon)

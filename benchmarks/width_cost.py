@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from dsv4tune.codegen import devices, ops
+from dsv4tune.codegen.compile import compile_config
 from dsv4tune.codegen.problem import Profile
 from dsv4tune.codegen.space import Config
 from dsv4tune.runtime.launch import Variant
@@ -38,7 +39,7 @@ def main(path: Path) -> None:
         for length in LENGTHS:
             graphs = []
             for width, session in sessions.items():
-                variant = Variant(op, problem, config, width, session.compile(config).compiled)
+                variant = Variant(op, problem, config, width, compile_config(op, problem, config).compiled)
                 runs = [variant.prepared(call) for call in session.sets[length]]
                 graphs.append(session.timer.capture(runs, session.launches[length]))
             wide, narrow = (statistics.median(times) for times in sessions[2048].timer.time(graphs, 41))

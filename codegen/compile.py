@@ -14,9 +14,10 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from dsv4tune.codegen.op import Argument
-from dsv4tune.codegen.problem import Silicon
-from dsv4tune.codegen.render import Source, cache_folder
+from dsv4tune.codegen.op import Argument, Op
+from dsv4tune.codegen.problem import Problem, Silicon
+from dsv4tune.codegen.render import Source, cache_folder, render
+from dsv4tune.codegen.space import Config
 
 
 class CompileError(Exception):
@@ -117,6 +118,15 @@ def compile_source(source: Source, arguments: Sequence[Argument], silicon: Silic
     except Exception as error:
         raise CompileError(first_line(error)) from error
     return Kernel(source, compiled, time.perf_counter() - started)
+
+
+def compile_config(op: Op[Any, Any], problem: Problem, config: Config) -> Kernel:
+    """Render one config and compile it for the problem's silicon.
+
+    Raises:
+        CompileError: the compiler refused it.
+    """
+    return compile_source(render(op, problem, config), op.arguments(problem, config), problem.silicon)
 
 
 def first_line(error: BaseException) -> str:

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 
 from dsv4tune.codegen import ops
-from dsv4tune.codegen.compile import cache_environment, compile_source, first_line
+from dsv4tune.codegen.compile import cache_environment, compile_config, first_line
 from dsv4tune.codegen.devices import Device
 from dsv4tune.codegen.op import Op
 from dsv4tune.codegen.problem import Problem, Shape
-from dsv4tune.codegen.render import render
 from dsv4tune.codegen.space import Config
 from dsv4tune.runtime.launch import Variant
 from dsv4tune.tools import gpu, peers
@@ -189,7 +188,7 @@ def _contenders(op: Op[Any, Any], problem: Problem, job: Job) -> list[tuple[str,
     """Name, what prepares a call of it, and whether it is timed by single launches."""
     found: list[tuple[str, Callable[[Any], Any], bool]] = []
     for label, config in job.configs.items():
-        kernel = compile_source(render(op, problem, config), op.arguments(problem, config), problem.silicon)
+        kernel = compile_config(op, problem, config)
         found.append((label, Variant(op, problem, config, job.shape.width, kernel.compiled).prepared, False))
     for name in job.peers:
         peer = peers.PEERS[name]

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from dsv4tune.codegen import devices, ops
-from dsv4tune.codegen.compile import CompileError, cache_environment, compile_source, first_line
+from dsv4tune.codegen.compile import CompileError, cache_environment, compile_config, first_line
 from dsv4tune.codegen.devices import Device
 from dsv4tune.codegen.op import Op, Verdict
 from dsv4tune.codegen.problem import Problem
-from dsv4tune.codegen.render import render
 from dsv4tune.codegen.retarget import retarget
 from dsv4tune.codegen.space import Config
 from dsv4tune.runtime.launch import Variant
@@ -86,7 +85,7 @@ def emulate(op: Op[Any, Any], problem: Problem, config: Config, width: int) -> V
         CompileError: it doesn't compile, or uses what sm_90 has no counterpart of.
         ValueError: the problem's own silicon couldn't launch it.
     """
-    kernel = compile_source(render(op, problem, config), op.arguments(problem, config), problem.silicon)
+    kernel = compile_config(op, problem, config)
     refusal = kernel.report.refusal(problem.silicon)
     if refusal is not None:
         raise ValueError(refusal)

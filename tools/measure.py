@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from dsv4tune.codegen import ops
-from dsv4tune.codegen.compile import Kernel, Report, compile_source, first_line
+from dsv4tune.codegen.compile import Report, compile_config, first_line
 from dsv4tune.codegen.devices import Device
 from dsv4tune.codegen.op import Op, Verdict
 from dsv4tune.codegen.problem import Problem, Profile
@@ -71,9 +71,8 @@ def import_job() -> None:
 def compile_job(problem: Problem, config: Config) -> tuple[str, Report]:
     """Compile into Triton's cache, for whichever process launches it; the source's hash and the report."""
     op = ops.get(problem.op)
-    source = render(op, problem, config)
-    kernel = compile_source(source, op.arguments(problem, config), problem.silicon)
-    return source.sha, kernel.report
+    kernel = compile_config(op, problem, config)
+    return kernel.source.sha, kernel.report
 
 
 def interpret_job(problem: Problem, config: Config) -> Verdict:
@@ -225,7 +224,7 @@ class Session:
 
     def measure(self, config: Config, baseline: str | None) -> Measured:
         problem, profile = self.setup.problem, self.setup.profile
-        variant = Variant(self.op, problem, config, profile.width, self.compile(config).compiled)
+        variant = Variant(self.op, problem, config, profile.width, compile_config(self.op, problem, config).compiled)
         verdict = check(self.op, problem, self.cases, variant)
         if not verdict.ok:
             return Measured(verdict, {})
@@ -238,11 +237,8 @@ class Session:
             times = self.timer.time(graphs)
             us, spread = middle(times[0])
             timings[length] = Timing(us, spread, middle(times[1])[0] if len(times) > 1 else None)
-        return Measured(verdict, timings, _warnings())
-
-    def compile(self, config: Config) -> Kernel:
-        problem = self.setup.problem
-        return compile_source(render(self.op, problem, config), self.op.arguments(problem, config), problem.silicon)
+        # Doubtful where another process works on this GPU, or clocks are held down.
+        return Measured(verdict, timings, gpu.state().warnings)
 
 
 def _context_is_broken() -> bool:
@@ -252,8 +248,3 @@ def _context_is_broken() -> bool:
     except Exception:
         return True
     return False
-
-
-def _warnings() -> tuple[str, ...]:
-    """What makes a timing doubtful: another process's work on this GPU, or clocks held down."""
-    return gpu.state().warnings

@@ -9,18 +9,13 @@ from pathlib import Path
 import pytest
 
 from dsv4tune.codegen import devices
-from dsv4tune.codegen.compile import CompileError, Kernel, compile_source
+from dsv4tune.codegen.compile import CompileError, compile_config, compile_source
 from dsv4tune.codegen.devices import Device
 from dsv4tune.codegen.ops.indexer import Indexer, IndexerProblem
 from dsv4tune.codegen.problem import Silicon
 from dsv4tune.codegen.render import Source, render
-from dsv4tune.codegen.space import Config
 
 TRITON = tuple(int(part) for part in metadata.version("triton").split(".")[:2])
-
-
-def compiled(op: Indexer, problem: IndexerProblem, config: Config) -> Kernel:
-    return compile_source(render(op, problem, config), op.arguments(problem, config), problem.silicon)
 
 
 @pytest.mark.parametrize("target", devices.TARGETS)
@@ -28,7 +23,7 @@ def compiled(op: Indexer, problem: IndexerProblem, config: Config) -> Kernel:
 def test_every_default_fits_its_target(indexer: Indexer, target: str, rows: int) -> None:
     card = devices.named(target=target)
     problem = indexer.problem(rows, card.silicon)
-    report = compiled(indexer, problem, indexer.default(problem, card)).report
+    report = compile_config(indexer, problem, indexer.default(problem, card)).report
     assert report.refusal(card.silicon) is None and report.shared_bytes <= card.silicon.shared_bytes
     assert report.spill_bytes == 0 and 0 < report.registers <= 255
     # Triton 3.6 compiles an fp8 product to an f16 one on sm_121; the report says so.
@@ -48,7 +43,7 @@ def test_the_gluon_template_compiles_without_spills(indexer: Indexer, target: st
         design = (config["load"], config["refill"])
         if config["dialect"] == "gluon" and design not in seen:
             seen.add(design)
-            report = compiled(indexer, problem, config).report
+            report = compile_config(indexer, problem, config).report
             assert report.spill_bytes == 0 and report.native_fp8, (config, report)
             assert report.refusal(card.silicon) is None
     assert len(seen) >= (4 if target == "sm_90" else 2)
@@ -58,7 +53,7 @@ def test_too_much_shared_memory_is_refused_with_the_number(
     indexer: Indexer, problem: IndexerProblem, card: Device
 ) -> None:
     """147,456 B on a card that allows 101,376 was seen to fail at launch, in a server."""
-    report = compiled(indexer, problem, indexer.default(problem, card)).report
+    report = compile_config(indexer, problem, indexer.default(problem, card)).report
     large = replace(report, shared_bytes=147_456)
     assert large.refusal(card.silicon) == "needs 147456 B of shared memory, sm_120 allows 101376 B a program"
     assert report.refusal(Silicon("12.0", 188, report.shared_bytes)) is None
@@ -107,4 +102,4 @@ def test_cleaning_is_another_kernel(indexer: Indexer, card: Device) -> None:
     problem = indexer.problem(64, card.silicon, clean=True)
     config = indexer.default(problem, card)
     assert "clean_tail" in render(indexer, problem, config).text
-    assert compiled(indexer, problem, config).report.spill_bytes == 0
+    assert compile_config(indexer, problem, config).report.spill_bytes == 0

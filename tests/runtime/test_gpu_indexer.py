@@ -9,13 +9,12 @@ import pytest
 import torch
 
 from dsv4tune.codegen import devices
-from dsv4tune.codegen.compile import compile_source
+from dsv4tune.codegen.compile import compile_config
 from dsv4tune.codegen.devices import Device
 from dsv4tune.codegen.ops import indexer_check
 from dsv4tune.codegen.ops.indexer import Indexer, IndexerProblem
 from dsv4tune.codegen.ops.indexer_call import IndexerCall
 from dsv4tune.codegen.problem import Profile, Shape
-from dsv4tune.codegen.render import render
 from dsv4tune.codegen.space import Config
 from dsv4tune.runtime.launch import Variant
 from dsv4tune.tools.evaluate import default_jobs
@@ -48,8 +47,7 @@ def compiled_ahead(op: Indexer, problem: IndexerProblem, configs: list[Config]) 
 
 
 def variant(op: Indexer, problem: IndexerProblem, config: Config, width: int) -> Variant:
-    kernel = compile_source(render(op, problem, config), op.arguments(problem, config), problem.silicon)
-    return Variant(op, problem, config, width, kernel.compiled)
+    return Variant(op, problem, config, width, compile_config(op, problem, config).compiled)
 
 
 def uniform(rows: int, width: int) -> Shape:

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from dsv4tune.codegen import devices, ops
 from dsv4tune.codegen.problem import Profile, Shape
+from dsv4tune.codegen.render import render
 from dsv4tune.codegen.space import Config
 from dsv4tune.tools import bench, measure, peers, timing
 from dsv4tune.tools.measure import Measured, PeerTimes, Setup
@@ -33,10 +34,10 @@ class _OnCpu(TorchFunctionMode):
 
 
 class _Interpreted:
-    """What `compile_source` gives, launched by the interpreter."""
+    """What `compile_config` gives, launched by the interpreter."""
 
-    def __init__(self, source: Any, *_: Any) -> None:
-        module = source.load()
+    def __init__(self, op: Any, problem: Any, config: Any) -> None:
+        module = render(op, problem, config).load()
         launch = {"__getitem__": lambda _, grid: lambda *a: module.kernel[grid](*a, **module.OPTIONS)}
         self.compiled = type("Launcher", (), launch)()
 
@@ -93,7 +94,7 @@ def gpu() -> Iterator[None]:
             stack.enter_context(patch.object(torch.cuda, name, fake))
         stack.enter_context(patch.object(torch, "Generator", lambda device="cpu": generator("cpu")))
         for module in (measure, bench):
-            stack.enter_context(patch.object(module, "compile_source", _Interpreted))
+            stack.enter_context(patch.object(module, "compile_config", _Interpreted))
         stack.enter_context(patch.dict(peers.PEERS, {"deep_gemm": _Reference()}))
         # One call of each set, because the interpreter takes its time.
         stack.enter_context(patch.object(timing, "MOST_LAUNCHES", 2))
