@@ -8,10 +8,11 @@ import re
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from dsv4tune.codegen.op import Argument, Op
@@ -26,7 +27,7 @@ class CompileError(Exception):
 
 @dataclass(frozen=True)
 class Report:
-    """What a compiled variant takes.
+    """What a compiled variant takes; of several kernels, the most that any of them does.
 
     Attributes:
         registers: a thread's.
@@ -36,7 +37,7 @@ class Report:
         mma: the matrix instruction, by its PTX name; "" if there is none.
         native_fp8: whether that instruction takes e4m3 operands.
         async_copy: "tma", "cp.async" or "".
-        instructions: machine instructions in the binary.
+        instructions: machine instructions in the binaries.
         seconds: time the compiler took, next to none where its cache had it.
         binary: SHA-256 of the machine code.
     """
@@ -67,16 +68,16 @@ class Report:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A compiled variant: Triton's kernel object, and the seconds that the compiler took."""
+    """A compiled variant: Triton's object for each kernel of its module, and the seconds that the compiler took."""
 
     source: Source
-    compiled: Any
+    compiled: Mapping[str, Any]
     seconds: float
 
     @cached_property
     def report(self) -> Report:
         """What it takes; read off the binary when first asked for, because who only launches it need not wait."""
-        return _report(self.compiled, self.seconds)
+        return _report(list(self.compiled.values()), self.seconds)
 
 
 def cache_environment() -> dict[str, str]:
@@ -88,36 +89,40 @@ def cache_environment() -> dict[str, str]:
     return {"TRITON_CACHE_DIR": os.environ.get("TRITON_CACHE_DIR") or str(cache_folder() / "triton")}
 
 
-def compile_source(source: Source, arguments: Sequence[Argument], silicon: Silicon) -> Kernel:
+def compile_source(source: Source, arguments: Mapping[str, Sequence[Argument]], silicon: Silicon) -> Kernel:
     """Compile one variant; Triton's cache answers for a text that it has seen.
 
     Raises:
         CompileError: the compiler refused it.
     """
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     started = time.perf_counter()
     try:
         module = source.load()
-        divisible = {(i,): [["tt.divisibility", 16]] for i, a in enumerate(arguments) if a.aligned}
-        signature = {a.name: a.type for a in arguments}
-        if hasattr(module, "gluon"):
-            from triton.experimental.gluon._runtime import GluonASTSource
-
-            # Gluon's descriptors carry the shared-memory layout of their box.
-            layout = f",{module.SHARED.value!r}>"
-            signature = {k: t[:-1] + layout if t.startswith("tensordesc") else t for k, t in signature.items()}
-            ast = GluonASTSource(fn=module.kernel, signature=signature, constexprs={}, attrs=divisible)
-        else:
-            ast = ASTSource(fn=module.kernel, signature=signature, attrs=divisible)
-        # Triton 3.9 announces another default for fused multiply-add: say which one is meant.
-        options = {**module.OPTIONS, "enable_fp_fusion": True}
-        compiled = triton.compile(ast, target=GPUTarget("cuda", silicon.arch, 32), options=options)
+        compiled = {name: _compile(module, name, taken, silicon) for name, taken in arguments.items()}
     except Exception as error:
         raise CompileError(first_line(error)) from error
     return Kernel(source, compiled, time.perf_counter() - started)
+
+
+def _compile(module: ModuleType, name: str, arguments: Sequence[Argument], silicon: Silicon) -> Any:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
+
+    function = getattr(module, name)
+    divisible = {(i,): [["tt.divisibility", 16]] for i, a in enumerate(arguments) if a.aligned}
+    signature = {a.name: a.type for a in arguments}
+    if isinstance(function, GluonJITFunction):
+        # Gluon's descriptors carry the shared-memory layout of their box.
+        described = {k: t for k, t in signature.items() if t.startswith("tensordesc")}
+        signature |= {k: f"{t[:-1]},{module.SHARED.value!r}>" for k, t in described.items()}
+        ast = GluonASTSource(fn=function, signature=signature, constexprs={}, attrs=divisible)
+    else:
+        ast = ASTSource(fn=function, signature=signature, attrs=divisible)
+    # Triton 3.9 announces another default for fused multiply-add: say which one is meant.
+    options = {**module.OPTIONS[name], "enable_fp_fusion": True}
+    return triton.compile(ast, target=GPUTarget("cuda", silicon.arch, 32), options=options)
 
 
 def compile_config(op: Op[Any, Any], problem: Problem, config: Config) -> Kernel:
@@ -142,28 +147,27 @@ _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 
 
-def _report(compiled: Any, seconds: float) -> Report:
-    ptx = compiled.asm["ptx"]
-    cubin = compiled.asm["cubin"]
-    registers, stack, local = _usage(cubin)
+def _report(compiled: Sequence[Any], seconds: float) -> Report:
+    ptx = "".join(one.asm["ptx"] for one in compiled)
+    usage = [_usage(one.asm["cubin"]) for one in compiled]
     names = _MMA.findall(ptx)
     mma = max(set(names), key=names.count) if names else ""
     copy = "tma" if "cp.async.bulk" in ptx else "cp.async" if "cp.async" in ptx else ""
-    stack = max(stack, local)
+    # Registers can only spill to the stack, so the assembler is asked again only where there is one.
+    spilling = [one for one, (_, stack) in zip(compiled, usage, strict=True) if stack]
     return Report(
-        registers=registers,
-        stack_bytes=stack,
-        # Registers can only spill to the stack, so the assembler is asked again only where there is one.
-        spill_bytes=_spills(ptx, compiled.metadata.target.arch) if stack else 0,
+        registers=max(registers for registers, _ in usage),
+        stack_bytes=max(stack for _, stack in usage),
+        spill_bytes=max((_spills(one.asm["ptx"], one.metadata.target.arch) for one in spilling), default=0),
         # All that Triton uses it asks for at launch. What cuobjdump prints besides, 1,024 B for some targets, is the
         # system's own share of an SM, which the limit for a program already leaves out.
-        shared_bytes=compiled.metadata.shared,
+        shared_bytes=max(one.metadata.shared for one in compiled),
         mma=mma,
         native_fp8="e4m3" in mma or "f8f6f4" in mma,
         async_copy=copy,
         instructions=sum(1 for line in ptx.splitlines() if line.startswith("\t") and line.endswith(";")),
         seconds=round(seconds, 3),
-        binary=hashlib.sha256(cubin).hexdigest(),
+        binary=hashlib.sha256(b"".join(one.asm["cubin"] for one in compiled)).hexdigest(),
     )
 
 
@@ -193,7 +197,8 @@ def _ptxas(arch: int) -> Path:
     return nvidia_tools() / ("ptxas-blackwell" if arch >= 100 else "ptxas")
 
 
-def _usage(cubin: bytes) -> tuple[int, int, int]:
+def _usage(cubin: bytes) -> tuple[int, int]:
+    """Registers and stack bytes."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
         f.write(cubin)
         f.flush()
@@ -203,7 +208,7 @@ def _usage(cubin: bytes) -> tuple[int, int, int]:
     if found is None:
         raise CompileError("cuobjdump printed no resource usage for the compiled kernel")
     registers, stack, local = (int(n) for n in found.groups())
-    return registers, stack, local
+    return registers, max(stack, local)
 
 
 def _spills(ptx: str, arch: int) -> int:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
+
+import torch
 
 from dsv4tune.codegen.devices import Device
 from dsv4tune.codegen.problem import Problem, Profile, Shape, Silicon
 from dsv4tune.codegen.space import Config, Space
-
-if TYPE_CHECKING:
-    import torch
 
 P = TypeVar("P", bound=Problem)
 #: The tensors of one call.
@@ -20,14 +20,47 @@ C = TypeVar("C")
 
 
 @dataclass(frozen=True)
+class Launch:
+    """One kernel of a variant.
+
+    Attributes:
+        kernel: its function in the rendered module.
+        grid: programs; what grows with rows is in the first dimension, because the others end at 65,535.
+    """
+
+    kernel: str
+    grid: tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Scratch memory that a variant's kernels hand to one another; `dtype` is torch's word."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * getattr(torch, self.dtype).itemsize  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
 class Plan:
     """How a variant is launched: from shapes only, never from lengths.
 
     Attributes:
-        grid: programs; what grows with rows is in the first dimension, because the others end at 65,535.
+        launches: in order.
+        scratch: made once and held for as long as the variant, because a captured graph keeps the address.
     """
 
-    grid: tuple[int, int, int]
+    launches: tuple[Launch, ...]
+    scratch: tuple[Buffer, ...] = ()
+
+    @property
+    def programs(self) -> int:
+        """Of the first launch, which does the work."""
+        return math.prod(self.launches[0].grid)
 
 
 @dataclass(frozen=True)
@@ -84,7 +117,12 @@ class Op(ABC, Generic[P, C]):
     plan_words: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
-    def problem(self, rows: int, silicon: Silicon, **options: Any) -> P: ...
+    def problem(self, rows: int, silicon: Silicon, **options: Any) -> P:
+        """The problem of a call; options are those of the command line, and fields of the problem.
+
+        Raises:
+            ValueError: the kernel does not serve it.
+        """
 
     @abstractmethod
     def problem_from_json(self, data: dict[str, Any]) -> P: ...
@@ -113,7 +151,8 @@ class Op(ABC, Generic[P, C]):
         """What the template needs besides the problem and the config."""
 
     @abstractmethod
-    def arguments(self, problem: P, config: Config) -> Sequence[Argument]: ...
+    def arguments(self, problem: P, config: Config) -> Mapping[str, Sequence[Argument]]:
+        """What each kernel of the rendered module takes, by the kernel's name."""
 
     @abstractmethod
     def plan(self, problem: P, config: Config, width: int) -> Plan: ...
@@ -122,8 +161,8 @@ class Op(ABC, Generic[P, C]):
     def work(self, problem: P, config: Config, profile: Profile, length: int) -> Work: ...
 
     @abstractmethod
-    def bind(self, problem: P, config: Config, call: C) -> list[Any]:
-        """The launcher's arguments for one call, without a device-to-host copy.
+    def bind(self, problem: P, config: Config, call: C, scratch: Mapping[str, torch.Tensor]) -> dict[str, list[Any]]:
+        """Each kernel's arguments for one call, without a device-to-host copy.
 
         Raises:
             ValueError: a tensor's shape, dtype, stride or alignment is not one that the kernel takes.

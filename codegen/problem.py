@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 
@@ -109,6 +110,7 @@ class Shape:
         width: columns of the call.
         live: live tokens of each row.
         owner: the request of each row; rows of one request read the same pages.
+        options: of the problem, besides its rows.
     """
 
     name: str
@@ -116,6 +118,7 @@ class Shape:
     width: int
     live: tuple[int, ...]
     owner: tuple[int, ...]
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.kind not in ("decode", "ragged", "verify", "prefill"):
@@ -142,4 +145,5 @@ class Shape:
             "live": max(self.live),
             "width": self.width,
             "positions": self.positions,
+            **self.options,
         }

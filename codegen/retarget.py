@@ -25,16 +25,20 @@ _TARGET_LINE = re.compile(r"^\.target\s+sm_\w+", re.MULTILINE)
 _ERROR = re.compile(r"(?:, (?P<line>line \d+))?\s*; (?:error|fatal)\s*: (?P<text>.+)")
 
 
-def retarget(kernel: Kernel) -> Any:
-    """`kernel` with machine code for sm_90a: launched as its ``compiled`` is, ``launcher[grid](*arguments)``.
+def retarget(kernel: Kernel) -> dict[str, Any]:
+    """The kernels of a variant with machine code for sm_90a, launched as its ``compiled`` are.
 
     Raises:
         CompileError: it uses what sm_90 has no counterpart of.
     """
-    ptx = hopper_ptx(kernel.compiled.asm["ptx"])
+    return {name: _retargeted(compiled) for name, compiled in kernel.compiled.items()}
+
+
+def _retargeted(compiled: Any) -> Any:
+    ptx = hopper_ptx(compiled.asm["ptx"])
     cubin = assemble(ptx)
     # Triton's own object with another binary: its loader and launcher read nothing that depends on the architecture.
-    launcher = copy.copy(kernel.compiled)
+    launcher = copy.copy(compiled)
     launcher.asm = type(launcher.asm)(ptx=ptx, cubin=cubin)
     launcher.kernel = cubin
     # The copy must not launch, or unload, what the original may have loaded.

@@ -102,7 +102,10 @@ def read_shapes(path: Path) -> list[Shape]:
         for item in json.loads(path.read_text()):
             live = item["live"] if isinstance(item["live"], list) else [item["live"]] * item["rows"]
             owner = [row // item.get("share", 1) for row in range(len(live))]
-            shapes.append(Shape(item["name"], item["kind"], item["width"], tuple(live), tuple(owner)))
+            options = (
+                {"rows_per_request": item["share"]} if item.get("share", 1) > 1 and item["kind"] == "verify" else {}
+            )
+            shapes.append(Shape(item["name"], item["kind"], item["width"], tuple(live), tuple(owner), options))
         return shapes
     except (json.JSONDecodeError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{path} is no list of shapes ({type(error).__name__}: {error}); see bench --help") from error
@@ -111,7 +114,7 @@ def read_shapes(path: Path) -> list[Shape]:
 def _job(
     op: Op[Any, Any], device: Device, shape: Shape, installed: tuple[str, ...], copy: float, store: Store | None
 ) -> Job:
-    problem: Problem = op.problem(shape.rows, device.silicon)
+    problem: Problem = op.problem(shape.rows, device.silicon, **shape.options)
     configs = {"default": op.default(problem, device), "page_grid": op.reference_config(problem, device)}
     entry = entry_for(problem, store)
     if entry is not None:
@@ -146,7 +149,7 @@ def shape_job(job: Job) -> dict[str, Any]:
 
 def _row(job: Job) -> dict[str, Any]:
     op, shape = ops.get(job.op), job.shape
-    problem: Problem = op.problem(shape.rows, job.device.silicon)
+    problem: Problem = op.problem(shape.rows, job.device.silicon, **shape.options)
     timer = Timer(job.device)
     moved = op.bytes_moved(problem, shape)
     launches = timer.launches(moved)

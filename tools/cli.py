@@ -75,7 +75,9 @@ def search_command(
         str, typer.Option(help="Query rows of a call: 64, a list 1,16,64, or 'captured' for SGLang's graph sizes.")
     ] = "64",
     max_context: Annotated[str, typer.Option(help="Context length of the server, in tokens.")] = "1048576",
-    draft_tokens: Annotated[int, typer.Option(min=0, help="Draft tokens of speculative decoding.")] = 0,
+    draft_tokens: Annotated[
+        int, typer.Option(min=0, help="Draft tokens of a request when verifying; --rows counts them.")
+    ] = 0,
     lengths: Annotated[str | None, typer.Option(help="Live lengths to score over, such as 128,2048.")] = None,
     weights: Annotated[str | None, typer.Option(help="What each length counts, such as 1,2.")] = None,
     trials: Annotated[int, typer.Option(help="Candidates for a problem, those of earlier runs included.")] = 64,
@@ -108,9 +110,10 @@ def search_command(
             raise ValueError("--weights goes with --lengths: name both")
         request = tune.Request(
             kernel=kernel,
-            rows=_rows(rows),
+            rows=_rows(rows, draft_tokens),
             max_context=_number(max_context, "--max-context"),
             draft_tokens=draft_tokens,
+            options={},
             device=card,
             on_gpu=on_gpu,
             trials=trials,
@@ -327,11 +330,11 @@ def _weight(text: str) -> float:
         raise ValueError(f"--weights takes numbers, such as 1,2,0.5, not '{text}'") from None
 
 
-def _rows(text: str) -> list[int]:
-    from dsv4tune.tools.tune import CAPTURED
+def _rows(text: str, draft_tokens: int = 0) -> list[int]:
+    from dsv4tune.tools.tune import CAPTURED, CAPTURED_DRAFTS
 
     if text == "captured":
-        return list(CAPTURED)
+        return [size * draft_tokens for size in CAPTURED_DRAFTS] if draft_tokens > 1 else list(CAPTURED)
     return list(dict.fromkeys(_number(part, "--rows") for part in text.split(",")))
 
 

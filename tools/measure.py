@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -81,14 +83,22 @@ def interpret_job(problem: Problem, config: Config) -> Verdict:
     op = ops.get(problem.op)
     module = render(op, problem, config).load()
     small, width = op.small(problem)
-    run = module.kernel[op.plan(small, config, width).grid]
+    variant = Variant(op, small, config, width, interpreted(module), "cpu")
     cases = op.cases(small, width, (width,), "cpu", seed=0)
-    return check(
-        op,
-        small,
-        ((name, call, op.expect(small, call)) for name, call in cases),
-        lambda call: run(*op.bind(small, config, call), **module.OPTIONS),
-    )
+    return check(op, small, ((name, call, op.expect(small, call)) for name, call in cases), variant)
+
+
+def interpreted(module: ModuleType) -> dict[str, Any]:
+    """A rendered module's kernels as launchers, in a process with ``TRITON_INTERPRET=1``."""
+
+    class Launcher:
+        def __init__(self, name: str) -> None:
+            self.kernel, self.options = getattr(module, name), module.OPTIONS[name]
+
+        def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
+            return partial(self.kernel[grid], **self.options)
+
+    return {name: Launcher(name) for name in module.OPTIONS}
 
 
 def check(

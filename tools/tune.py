@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,10 @@ from dsv4tune.tools.search import Proposer, Result, search
 from dsv4tune.tuned.records import Baseline, Range, Trial
 from dsv4tune.tuned.store import Store
 
-#: Rows of the graphs that SGLang 0.5.23 captures up to 512 requests (model_executor's default sizes).
+#: Requests of the graphs that SGLang 0.5.23 captures (model_executor's default sizes): up to 512, and up to 256 with
+#: speculative decoding, where a request has a row for each draft token.
 CAPTURED = (1, 2, 4, 8, 12, *range(16, 257, 8), *range(272, 513, 16))
+CAPTURED_DRAFTS = (*range(1, 9), *range(10, 33, 2), *range(40, 65, 4), *range(72, 257, 8))
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class Request:
     rows: Sequence[int]
     max_context: int
     draft_tokens: int
+    options: Mapping[str, Any]
     device: Device
     on_gpu: bool
     trials: int
@@ -80,7 +83,7 @@ def tune(request: Request, say: Say) -> list[dict[str, Any]]:
         OSError: the cache folder can't be written.
     """
     op = ops.get(request.kernel)
-    problems = [op.problem(rows, request.device.silicon) for rows in request.rows]
+    problems = [op.problem(rows, request.device.silicon, **request.options) for rows in request.rows]
     width = op.width(request.max_context, request.draft_tokens)
     profiles = [_profile(op, problem, width, request) for problem in problems]
     try_writing(cache_folder(), "DSV4TUNE_CACHE")

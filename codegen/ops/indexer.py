@@ -7,15 +7,14 @@ srt/layers/attention/dsv4/indexer.py.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from dsv4tune.codegen.devices import KB, Device
-from dsv4tune.codegen.op import Argument, Op, Plan, Verdict, Work
+from dsv4tune.codegen.op import Argument, Launch, Op, Plan, Verdict, Work
 from dsv4tune.codegen.ops import indexer_check
 from dsv4tune.codegen.ops.indexer_call import IndexerCall
 from dsv4tune.codegen.problem import Problem, Profile, Shape, Silicon
@@ -76,7 +75,11 @@ class IndexerProblem(Problem):
         return self.page_size * (self.head_dim + LAYOUTS[self.layout])
 
 
-_PLAIN: dict[str, tuple[int | str, ...]] = {"dialect": ("triton",), "refill": ("auto",), "page_ahead": (0,)}
+_PLAIN: dict[str, tuple[int | str, ...]] = {
+    "dialect": ("triton",),
+    "refill": ("auto",),
+    "page_ahead": (0,),
+}
 _RING: dict[str, tuple[int | str, ...]] = {
     "dialect": ("gluon",),
     "operand_order": ("kq",),
@@ -207,14 +210,14 @@ class Indexer(Op[IndexerProblem, IndexerCall]):
         # The Gluon scan takes up to 256 rows at once, in two sizes, so that row counts share binaries.
         return {"rows_ceil": ceil, "scan": 64 if ceil <= 64 else 256, "one_chunk": ceil <= 256}
 
-    def arguments(self, problem: IndexerProblem, config: Config) -> Sequence[Argument]:
+    def arguments(self, problem: IndexerProblem, config: Config) -> Mapping[str, Sequence[Argument]]:
         q = Argument("q", "*fp8e4nv", True)
         pool = [Argument("kv", "*u8", True)]
         if config["load"] == "tma":
             pool.append(Argument("kv_desc", f"tensordesc<fp8e4nv[{problem.page_size}, {problem.head_dim}]>"))
             if config["dialect"] == "gluon":
                 q = Argument("q_desc", f"tensordesc<fp8e4nv[{problem.heads}, {problem.head_dim}]>")
-        return [
+        arguments = [
             q,
             *pool,
             Argument("weights", "*fp32", True),
@@ -229,6 +232,7 @@ class Indexer(Op[IndexerProblem, IndexerCall]):
             Argument("table_stride", "i64"),
             Argument("logits_stride", "i64", True),
         ]
+        return {"kernel": arguments}
 
     def plan(self, problem: IndexerProblem, config: Config, width: int) -> Plan:
         schedule = config["schedule"]
@@ -244,15 +248,15 @@ class Indexer(Op[IndexerProblem, IndexerCall]):
                 # A whole number of programs a row, and no more than the row has pages.
                 programs = problem.rows * max(1, min(resident // problem.rows, width // problem.page_size))
         if config["dialect"] == "gluon":
-            return Plan((problem.rows, programs // problem.rows, 1))
-        return Plan((programs, 1, 1))
+            return Plan((Launch("kernel", (problem.rows, programs // problem.rows, 1)),))
+        return Plan((Launch("kernel", (programs, 1, 1)),))
 
     def work(self, problem: IndexerProblem, config: Config, profile: Profile, length: int) -> Work:
         block_t = config.int("block_t")
         rows = torch.tensor(self.shape(problem, profile, length).live)
         tiles = (rows + block_t - 1) // block_t
         total, most = int(tiles.sum()), int(tiles.max())
-        programs = math.prod(self.plan(problem, config, profile.width).grid)
+        programs = self.plan(problem, config, profile.width).programs
         schedule = config["schedule"]
         scanned = problem.rows if schedule in ("persistent", "hybrid") else 0
         if schedule == "page_grid":
@@ -276,7 +280,9 @@ class Indexer(Op[IndexerProblem, IndexerCall]):
             fixed_bytes=problem.rows * problem.heads * (problem.head_dim + 4) + int(rows.sum()) * 4,
         )
 
-    def bind(self, problem: IndexerProblem, config: Config, call: IndexerCall) -> list[Any]:
+    def bind(
+        self, problem: IndexerProblem, config: Config, call: IndexerCall, scratch: Mapping[str, torch.Tensor]
+    ) -> dict[str, list[Any]]:
         call.validate(problem.heads, problem.head_dim, problem.page_size, problem.page_bytes)
         rows = call.q.shape[0]
         q: Any = call.q
@@ -287,7 +293,7 @@ class Indexer(Op[IndexerProblem, IndexerCall]):
             pool.append(describe(matrix, [problem.page_size, problem.head_dim]))
             if config["dialect"] == "gluon":
                 q = describe(call.q.view(-1, problem.head_dim), [problem.heads, problem.head_dim])
-        return [
+        arguments = [
             q,
             *pool,
             call.weights,
@@ -301,6 +307,7 @@ class Indexer(Op[IndexerProblem, IndexerCall]):
             call.page_table.stride(0),
             call.logits.stride(0),
         ]
+        return {"kernel": arguments}
 
     def unchecked(self, config: Config) -> str | None:
         if config["dot"] == "block_scaled":

@@ -78,7 +78,7 @@ def cases(
     problem: IndexerProblem, width: int, lengths: Sequence[int], device: str, seed: int
 ) -> Iterator[tuple[str, IndexerCall]]:
     """Lengths 0, 1, 63, 64, 65, every one of `lengths` and random ones, spread over the rows of as few calls as hold
-    them, then all rows at the maximum; every unused page, page tail and table entry poisoned.
+    them, then all rows at the maximum, and rows of one request; every unused page, page tail and table entry poisoned.
 
     Pages may be shared by rows, except a row's last: its tail is poisoned.
     """
@@ -96,11 +96,18 @@ def cases(
         batches.append(("maximum", [width] * full + [page] * (rows - full)))
         batches.append(("empty", [0] * rows))
         batches.append(("straggler", [width] + [1] * (rows - 1)))
+        # Consecutive lengths, some of them past a page's end, of one prompt, and of requests with 3 draft tokens each.
+        last = min(width, 8 * page + 1)
+        batches += [(name, [max(0, last - back) for back in range(rows - 1, -1, -1)]) for name in ("prompt", "drafts")]
     for number, (name, batch) in enumerate(batches):
-        yield name, _poisoned_case(problem, width, batch, device, seed + number)
+        share = {"prompt": rows, "drafts": 3}.get(name, 1)
+        yield name, _poisoned_case(problem, width, batch, device, seed + number, share)
 
 
-def _poisoned_case(problem: IndexerProblem, width: int, batch: list[int], device: str, seed: int) -> IndexerCall:
+def _poisoned_case(
+    problem: IndexerProblem, width: int, batch: list[int], device: str, seed: int, share: int
+) -> IndexerCall:
+    """`share` neighbouring rows are one request: each but the last ends inside that one's pages."""
     rows, page = problem.rows, problem.page_size
     generator = torch.Generator(device).manual_seed(seed)
     lens = torch.tensor(batch, dtype=torch.int32, device=device)
@@ -132,6 +139,8 @@ def _poisoned_case(problem: IndexerProblem, width: int, batch: list[int], device
     shift = torch.randint(0, shared, (rows, 1), device=device, generator=generator)
     table = shared_ids[(column + shift) % shared]
     table = torch.where(column == full[:, None], private_ids[:, None], table)
+    longest = (torch.arange(rows, device=device) // share * share + share - 1).clamp(max=rows - 1)
+    table = table[longest]
     dead = column >= (lens[:, None] + page - 1) // page
     # Stale entries of the kinds seen: a freed page, no page, an id outside the pool.
     kinds = torch.stack([stale_ids[0], stale_ids.new_tensor(-1), stale_ids.new_tensor(2**31 - 1)])

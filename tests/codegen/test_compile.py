@@ -62,7 +62,7 @@ def test_too_much_shared_memory_is_refused_with_the_number(
 @pytest.mark.parametrize(
     "text",
     [
-        "import triton\n@triton.jit\ndef kernel(q):\n    return undefined_name\nOPTIONS = {}\n",
+        "import triton\n@triton.jit\ndef kernel(q):\n    return undefined_name\nOPTIONS = {'kernel': {}}\n",
         "this is no Python",
         "OPTIONS = {}\n",
     ],
@@ -71,7 +71,7 @@ def test_what_the_compiler_raises_is_one_line(indexer: Indexer, problem: Indexer
     source = Source(f"broken_{abs(hash(text))}", text, "0" * 64)
     config = indexer.default(problem, devices.DEVICES["rtx-pro-6000"])
     with pytest.raises(CompileError) as raised:
-        compile_source(source, indexer.arguments(problem, config)[:1], problem.silicon)
+        compile_source(source, {"kernel": indexer.arguments(problem, config)["kernel"][:1]}, problem.silicon)
     assert "\n" not in str(raised.value) and len(str(raised.value)) <= 300
 
 

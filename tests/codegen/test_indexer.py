@@ -77,30 +77,31 @@ def test_launching_reads_shapes_only(indexer: Indexer, rows: int) -> None:
         call = call_of(rows, width, page_stride=5)
         for config in designs(indexer, problem, card):
             recorder = Recorder()
-            variant = Variant(indexer, problem, config, width, recorder)
+            variant = Variant(indexer, problem, config, width, {"kernel": recorder})
             with NoHostCopies():
                 variant(call)
                 variant.prepared(call)()
             (grid, first), (again, _) = recorder.launches
-            assert grid == again == indexer.plan(problem, config, width).grid
-            assert len(first) == len(indexer.arguments(problem, config))
+            assert grid == again == indexer.plan(problem, config, width).launches[0].grid
+            assert len(first) == len(indexer.arguments(problem, config)["kernel"])
             assert 1 <= grid[0] < 2**31 and 1 <= grid[1] < 2**16 and grid[2] == 1
 
 
 def test_a_plan_depends_on_shapes_and_silicon(indexer: Indexer) -> None:
     card = devices.DEVICES["h200"]
     config = plain(indexer, indexer.problem(64, card.silicon), card)
-    grids = {
-        rows: indexer.plan(indexer.problem(rows, card.silicon), config.with_(programs_per_sm=5), 262_208).grid[0]
-        for rows in (1, 16, 64, 100, 660)
-    }
+
+    def grid(rows: int, config: Config, width: int = 262_208) -> tuple[int, int, int]:
+        return indexer.plan(indexer.problem(rows, card.silicon), config, width).launches[0].grid
+
+    grids = {rows: grid(rows, config.with_(programs_per_sm=5))[0] for rows in (1, 16, 64, 100, 660)}
     # A whole number of programs a row, at most 5 for each of 132 SMs.
     assert grids == {1: 660, 16: 656, 64: 640, 100: 600, 660: 660}
-    assert indexer.plan(indexer.problem(1, card.silicon), config, 128).grid[0] == 2
+    assert grid(1, config, 128)[0] == 2
     ring = config.with_(dialect="gluon", programs_per_sm=5)
-    assert indexer.plan(indexer.problem(64, card.silicon), ring, 262_208).grid == (64, 10, 1)
+    assert grid(64, ring) == (64, 10, 1)
     page_grid = indexer.reference_config(indexer.problem(70_000, card.silicon), card)
-    assert indexer.plan(indexer.problem(70_000, card.silicon), page_grid, 262_208).grid == (70_000 * 4097, 1, 1)
+    assert grid(70_000, page_grid) == (70_000 * 4097, 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -125,11 +126,11 @@ def test_a_call_that_would_be_misread_is_refused(indexer: Indexer, change: Any, 
     problem = indexer.problem(3, card.silicon)
     call = call_of(3, 256)
     config = plain(indexer, problem, card).with_(load="pointer")
-    indexer.bind(problem, config, call)
+    indexer.bind(problem, config, call, {})
     # Any stride of lengths and rows is fine.
-    indexer.bind(problem, config, replace(call, seq_lens=torch.empty(3, 2, dtype=torch.int32)[:, 0]))
+    indexer.bind(problem, config, replace(call, seq_lens=torch.empty(3, 2, dtype=torch.int32)[:, 0]), {})
     with pytest.raises(ValueError, match=message):
-        indexer.bind(problem, config, change(call))
+        indexer.bind(problem, config, change(call), {})
 
 
 # -- the judge --------------------------------------------------------------------------------------------------
@@ -159,7 +160,7 @@ def fill(problem: IndexerProblem, call: IndexerCall) -> None:
 def test_cases_hold_the_edges(cases: list[tuple[str, IndexerCall, Any]]) -> None:
     lengths = {n for _, call, _ in cases for n in call.seq_lens.tolist()}
     assert {0, 1, 63, 64, 65, 1024} <= lengths
-    for _, call, _ in cases:
+    for name, call, _ in cases:
         assert call.seq_lens.stride(0) == 2
         assert call.page_table.stride(0) > call.width // 64
         for row, length in enumerate(call.seq_lens.tolist()):
@@ -169,7 +170,8 @@ def test_cases_hold_the_edges(cases: list[tuple[str, IndexerCall, Any]]) -> None
             assert not bool(torch.isin(stale, live).any())
             if len(stale) > 3:
                 assert -1 in stale and 2**31 - 1 in stale
-            if length % 64:
+            # Rows of one request end inside one another's pages.
+            if length % 64 and (row == len(call.q) - 1 or name not in ("prompt", "drafts")):
                 tail = call.kv[live[-1].long()]
                 assert int(tail[(length % 64) * 128]) == 0x7F
                 assert tail[8192:].contiguous().view(torch.float32)[length % 64 :].isinf().all()

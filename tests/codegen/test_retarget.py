@@ -131,21 +131,21 @@ def test_every_design_assembles(indexer: Indexer, card: Device) -> None:
     packed = 0
     for config in configs:
         kernel = compiled(indexer, problem, config)
-        original = kernel.compiled.asm["ptx"]
+        original = kernel.compiled["kernel"].asm["ptx"]
         assert ".target sm_120" in original, config
         packed += original.count("f32x2")
-        launcher = retarget(kernel)
+        launcher = retarget(kernel)["kernel"]
         ptx = launcher.asm["ptx"]
         assert "f32x2" not in ptx and "sm_120" not in ptx and ".target sm_90a" in ptx, config
-        assert launcher.kernel != kernel.compiled.kernel
-        assert kernel.compiled.asm["ptx"] == original
+        assert launcher.kernel != kernel.compiled["kernel"].kernel
+        assert kernel.compiled["kernel"].asm["ptx"] == original
     assert packed
 
 
 def test_the_binary_is_for_hopper(indexer: Indexer, card: Device, tmp_path: Any) -> None:
     problem = indexer.problem(16, card.silicon)
     path = tmp_path / "kernel.cubin"
-    path.write_bytes(retarget(compiled(indexer, problem, indexer.default(problem, card))).kernel)
+    path.write_bytes(retarget(compiled(indexer, problem, indexer.default(problem, card)))["kernel"].kernel)
     done = subprocess.run([str(nvidia_tools() / "cuobjdump"), "-sass", str(path)], capture_output=True, text=True)
     assert "code for sm_90a" in done.stdout
     assert "sm_120" not in done.stdout

@@ -86,7 +86,7 @@ def test_every_knob_changes_the_binary_or_the_plan(indexer: Indexer, problem: In
 
     def identity(config: Config) -> str:
         kernel = compile_source(render(indexer, problem, config), indexer.arguments(problem, config), problem.silicon)
-        return f"{kernel.report.binary} {indexer.plan(problem, config, 262_208).grid}"
+        return f"{kernel.report.binary} {indexer.plan(problem, config, 262_208).launches[0].grid}"
 
     for parameter in indexer.space(problem, card).parameters:
         if len(parameter.values) == 1:

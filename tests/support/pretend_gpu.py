@@ -37,9 +37,7 @@ class _Interpreted:
     """What `compile_config` gives, launched by the interpreter."""
 
     def __init__(self, op: Any, problem: Any, config: Any) -> None:
-        module = render(op, problem, config).load()
-        launch = {"__getitem__": lambda _, grid: lambda *a: module.kernel[grid](*a, **module.OPTIONS)}
-        self.compiled = type("Launcher", (), launch)()
+        self.compiled = measure.interpreted(render(op, problem, config).load())
 
 
 class _Reference(Peer):
