@@ -267,8 +267,8 @@ def _level(choice: Choice) -> int:
 
 def span(rows: Sequence[int]) -> str:
     if len(rows) == 1:
-        return f"{rows[0]} rows"
-    return f"{min(rows)} to {max(rows)} rows ({len(rows)} sizes)"
+        return f"rows {rows[0]}"
+    return f"rows {min(rows)} to {max(rows)} ({len(rows)} sizes)"
 
 
 def _said(choice: Choice) -> str:

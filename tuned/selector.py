@@ -74,7 +74,8 @@ class Refused(NamedTuple):
 
     def __str__(self) -> str:
         entry = self.found.entry
-        what = f"{entry.problem['rows']} rows, {entry.provenance}, {Config(entry.config).brief}"
+        rows, config = entry.problem["rows"], Config(entry.config)
+        what = f"rows={rows}, {entry.provenance}, {config.brief}"
         return f"{self.found.origin}, {what}: {self.reason}"
 
 
@@ -220,7 +221,7 @@ class Book:
         self, problem: Problem, width: int, rules: Rules, ends: tuple[Sequence[Found], Sequence[Found]]
     ) -> Decision:
         """One config that is usable at both neighbouring row counts that were tried."""
-        usable: list[dict[str, Found]] = []
+        usable: list[dict[tuple[str, bool], Found]] = []
         refused: list[Refused] = []
         for found in ends:
             usable.append({})
@@ -228,7 +229,8 @@ class Book:
                 at = ops.problem_from_json(one.entry.problem)
                 reason = rules.refusal(one.entry, at, width) or _invalid(problem, one.entry)
                 if reason is None:
-                    usable[-1].setdefault(Config(one.entry.config).key, one)
+                    # Decode and prompts are timed over different calls: one says nothing of the other.
+                    usable[-1].setdefault((Config(one.entry.config).key, one.entry.range.causal), one)
                 else:
                     refused.append(Refused(one, reason))
         low, high = usable
