@@ -15,10 +15,9 @@ from dsv4tune.codegen.compile import Kernel, Report, compile_source, first_line,
 from dsv4tune.codegen.op import Op
 from dsv4tune.codegen.problem import Problem, Silicon
 from dsv4tune.codegen.space import Config
-from dsv4tune.runtime import compilers
+from dsv4tune.runtime import compilers, kernels
 from dsv4tune.runtime.compilers import Job, Outcome
 from dsv4tune.runtime.dispatch import Key
-from dsv4tune.runtime.kernels import TABLE
 from dsv4tune.runtime.launch import Arena, Variant, scratch_bytes
 from dsv4tune.runtime.targets import baselines
 from dsv4tune.runtime.wanted import Wanted
@@ -122,7 +121,7 @@ def prepare(
     rules = rules_here(policy, silicon, baselines(silicon.arch))
     path = Path(database) if database is not None else default_path()
     prepared = make_ready(choose(wanted, rules, path, logger.warning), rules, machine or Gpu())
-    TABLE.extend(prepared.found)
+    kernels.TABLE.extend(prepared.found)
     for level, line in lines(prepared.choices):
         logger.log(level, "dsv4tune: %s", line)
     return prepared.choices
@@ -130,8 +129,8 @@ def prepare(
 
 def choose(wanted: Sequence[Wanted], rules: Rules, database: Path | None, tell: Tell) -> list[tuple[Wanted, Decision]]:
     """The entry of each shape, from the files alone."""
-    kernels = list(dict.fromkeys(w.problem.op for w in wanted))
-    book = Book.read(wanted[0].problem.silicon, kernels, database, tell)
+    served = list(dict.fromkeys(w.problem.op for w in wanted))
+    book = Book.read(wanted[0].problem.silicon, served, database, tell)
     return [(w, book.choose(w.problem, w.width, rules)) for w in wanted]
 
 

@@ -160,7 +160,9 @@ class Book:
     def read(cls, silicon: Silicon, kernels: Sequence[str], database: Path | None, tell: Tell) -> Book:
         """The user's database first, then the shipped entries; what can't be read is left out, with a line each."""
         book = cls(silicon)
-        if database is not None and database.exists():
+        if database is not None and database.exists() and not database.is_file():
+            tell(f"{database} is no regular file: not used; name a database in $DSV4TUNE_DB")
+        elif database is not None and database.exists():
             for op in kernels:
                 book.add((Found(entry, str(database)) for entry in usable_entries(database, op, silicon, tell)), tell)
         for name, text in _shipped_files():
