@@ -112,7 +112,9 @@ def write_entry(path: Path, kernel: str = "indexer", rows: int = ROWS, **changes
         "checked_by": "gpu",
         **changes,
     }
-    Store(path).add(make_trial(**values))
+    store = Store(path)
+    store.add(make_trial(**values))
+    store.close()
 
 
 # -- a model runner ---------------------------------------------------------------------------------------------
@@ -190,3 +192,23 @@ def mla_words(padded: int = 64, seed: int = 0) -> dict[str, Any]:
 
 def their_mla_decode(**words: Any) -> tuple[torch.Tensor, None]:
     return torch.full(words["q"].shape, THEIRS, dtype=torch.bfloat16), None
+
+
+def clean_words(words: dict[str, Any]) -> dict[str, Any]:
+    """The same call without poison: real slots past each row's length, zeros for NaN in unused slots and heads."""
+    found = dict(words)
+    found["q"] = words["q"].nan_to_num()
+    for prefix, cache, length in (("", "k_cache", "topk_length"), ("extra_", "extra_k_cache", "extra_topk_length")):
+        name = "indices" if not prefix else "extra_indices_in_kvcache"
+        indices, lengths = words[name], words[length]
+        slots = words[cache].shape[0] * words[cache].shape[1]
+        live = torch.arange(indices.shape[-1])[None, None] < lengths[:, None, None]
+        known = live & (indices >= 0) & (indices < slots)
+        found[name] = torch.where(known, indices, -1)
+        used = torch.zeros(slots, dtype=torch.bool)
+        used[indices[known].long()] = True
+        found[cache] = mla_decode_check.empty_cache(words[cache].shape[1], words[cache].shape[0], "cpu")
+        for there, here in zip(mla_decode_check.parts(words[cache]), mla_decode_check.parts(found[cache]), strict=True):
+            here.copy_(torch.where(used.view(*there.shape[:2], 1), there, 0))
+        found[length] = lengths.contiguous()
+    return found
