@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,6 +27,18 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("SGLANG_OPT_USE_TILELANG_INDEXER", "1")
         patch.setenv("SGLANG_FP8_PAGED_MQA_LOGITS_TORCH", "1")
         yield path
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A table and a plugin of the test's own."""
+    from dsv4tune.runtime import kernels, plugin
+    from dsv4tune.runtime.dispatch import Table
+
+    monkeypatch.setattr(kernels, "TABLE", Table())
+    for name in ("_ours", "_said", "_pending"):
+        monkeypatch.setattr(plugin, name, type(getattr(plugin, name))())
+    caplog.set_level(logging.INFO, logger="dsv4tune")
 
 
 @pytest.fixture(scope="session")

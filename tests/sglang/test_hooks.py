@@ -49,9 +49,7 @@ def test_our_kernel_answers_the_real_indexer(served: None) -> None:
     assert server.Interpreter.launches == before + 1
 
 
-def test_rows_that_are_not_ready_take_the_servers_own_function(served: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The real torch function, which the user may pick: hooked, asked for rows without an entry."""
-    monkeypatch.setenv("SGLANG_OPT_USE_TILELANG_INDEXER", "0")
+def test_rows_that_are_not_ready_take_the_servers_own_function(served: None) -> None:
     call = serving.indexer_call((700, 20))
     before = server.Interpreter.launches
     selected = server.slots(server.forward_c4_indexer(call))

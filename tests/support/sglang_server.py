@@ -16,7 +16,7 @@ from dsv4tune.codegen import ops
 from dsv4tune.codegen.ops import indexer_check
 from dsv4tune.codegen.ops.indexer_call import IndexerCall
 from dsv4tune.codegen.problem import Silicon
-from dsv4tune.runtime import startup
+from dsv4tune.runtime import startup, targets
 from dsv4tune.runtime.compilers import Job
 from dsv4tune.tools.interpreter import interpreted
 
@@ -147,9 +147,19 @@ class Lines(logging.Handler):
         self.found.append((record.levelname, record.getMessage()))
 
 
+def their_tilelang(*arguments: Any, **words: Any) -> torch.Tensor:
+    """SGLang's torch reference, in the place of its TileLang kernel, which takes nvcc and a GPU."""
+    module: Any = importlib.import_module("sglang.srt.layers.attention.dsv4.indexer")
+    reference = module.fp8_paged_mqa_logits_torch_sm120
+    found: torch.Tensor = getattr(reference, "__wrapped__", reference)(*arguments, **words)
+    return found
+
+
 def boot() -> set[str]:
     """What every process of a server does first; the hooked targets."""
     pretend_gpu()
+    tilelang: Any = importlib.import_module(targets.TILELANG.module)
+    tilelang.tilelang_fp8_paged_mqa_logits = their_tilelang
     from sglang.srt.plugins import load_plugins
     from sglang.srt.plugins.hook_registry import HookRegistry
 
