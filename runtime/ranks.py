@@ -11,6 +11,8 @@ from dsv4tune.codegen.compile import first_line
 
 #: Seconds between looks; a store answers in well under a millisecond.
 _PAUSE_S = 0.02
+#: Seconds past the limit until a store counts as dead.
+GRACE_S = 5.0
 
 
 def agree(store: Any, name: str, rank: int, ranks: Sequence[int], digest: str, limit_s: float) -> str:
@@ -34,8 +36,8 @@ def agree(store: Any, name: str, rank: int, ranks: Sequence[int], digest: str, l
     # A thread of its own, because a store's calls may block for longer than any limit of ours.
     thread = threading.Thread(target=ask, name="dsv4tune-ranks", daemon=True)
     thread.start()
-    thread.join(limit_s + 5.0)
-    return answer[0] if answer else f"the process group's store gave no answer in {limit_s + 5.0:g} s"
+    thread.join(limit_s + GRACE_S)
+    return answer[0] if answer else f"the process group's store gave no answer in {limit_s + GRACE_S:g} s"
 
 
 def _ask(store: Any, name: str, rank: int, ranks: Sequence[int], digest: str, limit_s: float) -> str:
