@@ -18,8 +18,9 @@ from dsv4tune.codegen.problem import Profile, Shape
 from dsv4tune.codegen.render import render
 from dsv4tune.codegen.space import Config
 from dsv4tune.tools import bench, measure, peers, timing
+from dsv4tune.tools.interpreter import interpreted
 from dsv4tune.tools.measure import Measured, PeerTimes, Setup
-from dsv4tune.tools.peers import Peer
+from dsv4tune.tools.peer import Peer
 
 #: With a cache so small that no time goes into flushing it.
 CARD = replace(devices.DEVICES["rtx-pro-6000"], l2_bytes=1 << 16)
@@ -37,7 +38,7 @@ class _Interpreted:
     """What `compile_config` gives, launched by the interpreter."""
 
     def __init__(self, op: Any, problem: Any, config: Any) -> None:
-        self.compiled = measure.interpreted(render(op, problem, config).load())
+        self.compiled = interpreted(render(op, problem, config).load())
 
 
 class _Reference(Peer):
