@@ -31,7 +31,7 @@ class _OnCpu(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if kwargs.get("device") == "cuda":
             kwargs["device"] = "cpu"
-        return func(*args, **kwargs)
+        return func(*("cpu" if isinstance(arg, str) and arg == "cuda" else arg for arg in args), **kwargs)
 
 
 class _Interpreted:
@@ -112,6 +112,6 @@ def measured(rows: int, config: Config) -> tuple[PeerTimes, Measured]:
         return measure.peer_job(setup, "deep_gemm"), measure.device_job(setup, config, "deep_gemm")
 
 
-def benched(shape: Shape, configs: dict[str, Config]) -> dict[str, Any]:
+def benched(op: str, shape: Shape, configs: dict[str, Config], wanted: tuple[str, ...]) -> dict[str, Any]:
     with gpu():
-        return bench.shape_job(bench.Job("indexer", CARD, shape, configs, ("deep_gemm",), 1000.0))
+        return bench.shape_job(bench.Job(op, CARD, shape, configs, wanted, 1000.0))
