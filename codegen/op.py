@@ -113,16 +113,28 @@ class Op(ABC, Generic[P, C]):
     name: ClassVar[str]
     #: Config words in the order in which people read them; a config may come from anywhere in any order.
     words: ClassVar[tuple[str, ...]]
+    #: What `reference_config` is called in results.
+    reference: ClassVar[str]
     #: Config words that only the launch plan reads: variants that differ in them alone share a binary.
     plan_words: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def problem(self, rows: int, silicon: Silicon, **options: Any) -> P:
-        """The problem of a call; options are those of the command line, and fields of the problem.
+        """The problem of a call; options are its fields.
 
         Raises:
             ValueError: the kernel does not serve it.
         """
+
+    def options(self, given: Mapping[str, Any], max_context: int, draft_tokens: int) -> dict[str, Any]:
+        """Fields of this op's problems, from the options that a command line gave besides rows.
+
+        Raises:
+            ValueError: one that says nothing to this op.
+        """
+        for name in given:
+            raise ValueError(f"--{name} says nothing to kernel '{self.name}': leave it out")
+        return {}
 
     @abstractmethod
     def problem_from_json(self, data: dict[str, Any]) -> P: ...
@@ -201,6 +213,10 @@ class Op(ABC, Generic[P, C]):
     @abstractmethod
     def bench_shapes(self) -> list[Shape]:
         """What `bench` times unless told otherwise."""
+
+    def describe(self, shape: Shape) -> dict[str, Any]:
+        """A bench's shape as its result names it."""
+        return shape.to_json()
 
     @abstractmethod
     def timing_pool(self, problem: P, shapes: Sequence[Shape], min_bytes: int, device: str, seed: int) -> Any:

@@ -111,6 +111,7 @@ class Shape:
         live: live tokens of each row.
         owner: the request of each row; rows of one request read the same pages.
         options: of the problem, besides its rows.
+        cached: timed on the same inputs again and again, which stay in L2; else on others each time, after a flush.
     """
 
     name: str
@@ -119,6 +120,7 @@ class Shape:
     live: tuple[int, ...]
     owner: tuple[int, ...]
     options: Mapping[str, Any] = field(default_factory=dict)
+    cached: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in ("decode", "ragged", "verify", "prefill"):
@@ -145,5 +147,4 @@ class Shape:
             "live": max(self.live),
             "width": self.width,
             "positions": self.positions,
-            **self.options,
         }

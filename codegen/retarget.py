@@ -21,6 +21,9 @@ TARGET = "sm_90a"
 _PACKED = re.compile(
     r"(?P<guard>@!?%\w+\s+)?\b(?P<name>mul|add|sub|fma)(?P<modifiers>(?:\.\w+)*)\.f32x2\s+(?P<operands>[^;]+);"
 )
+_OF_THREE = re.compile(
+    r"(?P<guard>@!?%\w+\s+)?\b(?P<name>(?:max|min)(?:\.ftz)?(?:\.NaN)?\.f32)\s+(?P<operands>[^;,]+(?:,[^;,]+){3});"
+)
 _TARGET_LINE = re.compile(r"^\.target\s+sm_\w+", re.MULTILINE)
 _ERROR = re.compile(r"(?:, (?P<line>line \d+))?\s*; (?:error|fatal)\s*: (?P<text>.+)")
 
@@ -54,7 +57,7 @@ def hopper_ptx(ptx: str) -> str:
     """
     if "kind::mx" in ptx:
         raise CompileError(f"block-scaled MMA can't be run as {TARGET}, which has no such instruction")
-    text, targets = _TARGET_LINE.subn(f".target {TARGET}", unpack_f32x2(ptx))
+    text, targets = _TARGET_LINE.subn(f".target {TARGET}", _OF_THREE.sub(_two_by_two, unpack_f32x2(ptx)))
     if targets != 1:
         raise CompileError(f"PTX with {targets} .target lines: expected one")
     return text
@@ -84,6 +87,14 @@ def _scalars(packed: re.Match[str]) -> str:
     # Only the result is visible outside the braces, so only it needs the guard.
     lines.append(f"{packed['guard'] or ''}mov.b64 {target}, {{%lo0, %hi0}};")
     return "{\n\t" + "\n\t".join(lines) + "\n\t}"
+
+
+def _two_by_two(extreme: re.Match[str]) -> str:
+    """The largest or least of three values, which sm_100 and newer have an instruction for; exact in any order."""
+    target, *sources = (operand.strip() for operand in extreme["operands"].split(","))
+    guard, name = extreme["guard"] or "", extreme["name"]
+    lines = [".reg .f32 %first;", f"{name} %first, {sources[0]}, {sources[1]};"]
+    return "{\n\t" + "\n\t".join([*lines, f"{guard}{name} {target}, %first, {sources[2]};"]) + "\n\t}"
 
 
 def assemble(ptx: str) -> bytes:

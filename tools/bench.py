@@ -20,7 +20,8 @@ from dsv4tune.codegen.problem import Problem, Shape
 from dsv4tune.codegen.space import Config
 from dsv4tune.runtime.launch import Variant
 from dsv4tune.tools import gpu, peers
-from dsv4tune.tools.evaluate import environment
+from dsv4tune.tools.evaluate import default_jobs, environment
+from dsv4tune.tools.measure import compile_job
 from dsv4tune.tools.timing import Timer, copy_gb_per_s, middle
 from dsv4tune.tools.workers import Poisoned, Pool, collect
 from dsv4tune.tuned.selector import entry_for
@@ -42,6 +43,11 @@ class Job:
     peers: tuple[str, ...]
     copy_gb_per_s: float
     seed: int = 0
+
+    @property
+    def problem(self) -> Problem:
+        problem: Problem = ops.get(self.op).problem(self.shape.rows, self.device.silicon, **self.shape.options)
+        return problem
 
 
 def bench(
@@ -65,6 +71,7 @@ def bench(
             if name not in installed:
                 say(f"{name} left out: {found[name]['missing']}. Install it with: {found[name]['install']}")
         jobs = [_job(op, device, shape, installed, copy, store) for shape in shapes]
+        _compile_all(jobs)
         rows: dict[str, dict[str, Any]] = {}
         for job in jobs:
             pool.submit(job.shape.name, shape_job, job)
@@ -90,8 +97,8 @@ def bench(
 
 
 def read_shapes(path: Path) -> list[Shape]:
-    """Shapes from a JSON list: ``name``, ``kind``, ``width``, ``live`` (a list, or one length with ``rows``) and
-    ``share`` (rows of a request that read the same pages, 1 if left out).
+    """Shapes from a JSON list: ``name``, ``kind``, ``width``, ``live`` (a list, or one length with ``rows``), and if
+    wanted ``share`` (rows of a request that read the same pages), ``options`` and ``cached``; see `Shape`.
 
     Raises:
         ValueError: the file is not such a list.
@@ -102,10 +109,8 @@ def read_shapes(path: Path) -> list[Shape]:
         for item in json.loads(path.read_text()):
             live = item["live"] if isinstance(item["live"], list) else [item["live"]] * item["rows"]
             owner = [row // item.get("share", 1) for row in range(len(live))]
-            options = (
-                {"rows_per_request": item["share"]} if item.get("share", 1) > 1 and item["kind"] == "verify" else {}
-            )
-            shapes.append(Shape(item["name"], item["kind"], item["width"], tuple(live), tuple(owner), options))
+            how = (item.get("options", {}), item.get("cached", False))
+            shapes.append(Shape(item["name"], item["kind"], item["width"], tuple(live), tuple(owner), *how))
         return shapes
     except (json.JSONDecodeError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{path} is no list of shapes ({type(error).__name__}: {error}); see bench --help") from error
@@ -115,11 +120,24 @@ def _job(
     op: Op[Any, Any], device: Device, shape: Shape, installed: tuple[str, ...], copy: float, store: Store | None
 ) -> Job:
     problem: Problem = op.problem(shape.rows, device.silicon, **shape.options)
-    configs = {"default": op.default(problem, device), "page_grid": op.reference_config(problem, device)}
+    configs = {"default": op.default(problem, device), op.reference: op.reference_config(problem, device)}
     entry = entry_for(problem, store)
     if entry is not None:
         configs = {"tuned": op.space(problem, device).check(entry.config), **configs}
     return Job(op.name, device, shape, configs, installed, copy)
+
+
+def _compile_all(jobs: Sequence[Job]) -> None:
+    """On every core, into the cache that the worker reads; what doesn't compile shows where it is timed."""
+    wanted = {(job.problem, config) for job in jobs for config in job.configs.values()}
+    pool = Pool(default_jobs(), LIMIT_S, {**cache_environment(), "CUDA_VISIBLE_DEVICES": ""})
+    try:
+        for problem, config in wanted:
+            pool.submit(None, compile_job, problem, config)
+        while pool.pending:
+            collect([pool], 1.0)
+    finally:
+        pool.close()
 
 
 # -- in the worker ----------------------------------------------------------------------------------------------
@@ -148,16 +166,15 @@ def shape_job(job: Job) -> dict[str, Any]:
 
 
 def _row(job: Job) -> dict[str, Any]:
-    op, shape = ops.get(job.op), job.shape
-    problem: Problem = op.problem(shape.rows, job.device.silicon, **shape.options)
+    op, shape, problem = ops.get(job.op), job.shape, job.problem
     timer = Timer(job.device)
     moved = op.bytes_moved(problem, shape)
     launches = timer.launches(moved)
     pool = op.timing_pool(problem, [shape], 4 * job.device.l2_bytes, "cuda", job.seed)
-    calls = op.timing_sets(problem, shape, timer.sets(moved), "cuda", job.seed, pool)
+    calls = op.timing_sets(problem, shape, 1 if shape.cached else timer.sets(moved), "cuda", job.seed, pool)
     expected = op.expect(problem, calls[0])
     graphs, errors, agreement, left_out = {}, {}, {}, {}
-    for name, prepare, slow in _contenders(op, problem, job):
+    for name, prepare, slow, computes in _contenders(op, problem, job):
         runs = calls[:1] if slow else calls
         try:
             prepared = [prepare(call) for call in runs]
@@ -165,18 +182,20 @@ def _row(job: Job) -> dict[str, Any]:
             output = prepared[0]()
             if output is not None:
                 op.output(calls[0]).copy_(output)
-            errors[name] = op.verify(problem, calls[0], expected).error
-            share = op.agreement(calls[0], expected)
-            if share is not None:
-                agreement[name] = round(share, 5)
+            if computes:
+                errors[name] = op.verify(problem, calls[0], expected).error
+                share = op.agreement(calls[0], expected)
+                if share is not None:
+                    agreement[name] = round(share, 5)
             del output
             graphs[name] = timer.capture(prepared, 1 if slow else launches)
         except torch.cuda.OutOfMemoryError as error:
             left_out[name] = str(error).split(".")[0]
             torch.cuda.empty_cache()
-    middles = {n: middle(t) for n, t in zip(graphs, timer.time(list(graphs.values()), ROUNDS), strict=True)}
+    times = timer.time(list(graphs.values()), ROUNDS, flush=not shape.cached)
+    middles = {n: middle(t) for n, t in zip(graphs, times, strict=True)}
     return {
-        "shape": shape.to_json(),
+        "shape": op.describe(shape),
         "floor_us": round(moved / job.copy_gb_per_s / 1e3, 4),
         "us": {name: round(us, 4) for name, (us, _) in middles.items()},
         "spread": {name: round(spread, 4) for name, (_, spread) in middles.items()},
@@ -187,15 +206,15 @@ def _row(job: Job) -> dict[str, Any]:
     }
 
 
-def _contenders(op: Op[Any, Any], problem: Problem, job: Job) -> list[tuple[str, Callable[[Any], Any], bool]]:
-    """Name, what prepares a call of it, and whether it is timed by single launches."""
-    found: list[tuple[str, Callable[[Any], Any], bool]] = []
+def _contenders(op: Op[Any, Any], problem: Problem, job: Job) -> list[tuple[str, Callable[[Any], Any], bool, bool]]:
+    """Name, what prepares a call of it, whether it is timed by single launches, and whether it computes anything."""
+    found: list[tuple[str, Callable[[Any], Any], bool, bool]] = []
     for label, config in job.configs.items():
         kernel = compile_config(op, problem, config)
-        found.append((label, Variant(op, problem, config, job.shape.width, kernel.compiled).prepared, False))
+        found.append((label, Variant(op, problem, config, job.shape.width, kernel.compiled).prepared, False, True))
     for name in job.peers:
         peer = peers.PEERS[name]
-        found.append((name, partial(peer.prepare, problem), peer.slow))
+        found.append((name, partial(peer.prepare, problem), peer.slow, peer.computes))
     return found
 
 
@@ -210,7 +229,7 @@ def _line(row: dict[str, Any]) -> str:
 def ratios(result: dict[str, Any], kinds: Sequence[str] = ("decode", "ragged", "verify")) -> dict[str, Any]:
     """Speed of the tuned entries over each peer, and over the better of the kernels that servers run: geometric mean
     and worst shape."""
-    servers = ("deep_gemm", "tilelang")
+    servers = [name for name, peer in peers.PEERS.items() if peer.server]
     rows = [row["us"] for row in result["rows"] if row["shape"]["kind"] in kinds and "tuned" in row["us"]]
     names = sorted({name for us in rows for name in us} - {"tuned"})
     found = {name: _over([us[name] / us["tuned"] for us in rows if name in us]) for name in names}

@@ -33,6 +33,11 @@ class Sampler(str, Enum):
 Db = Annotated[
     Path | None, typer.Option("--db", help="SQLite database [default: $DSV4TUNE_DB, else the user's data folder]")
 ]
+Heads = Annotated[int | None, typer.Option(min=1, help="mla_decode: query heads of a rank [default: 8]")]
+Tp = Annotated[int | None, typer.Option(min=1, help="mla_decode: the same, as ranks that share the model's 64 heads.")]
+Cache = Annotated[
+    str | None, typer.Option(help="mla_decode: compressed cache of the layer: c4, c4-pro, c128 or none [default: c4]")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout; everything else goes to stderr.")]
 
 
@@ -68,7 +73,7 @@ def main(
 
 @app.command("search")
 def search_command(
-    kernel: Annotated[str, typer.Option(help="What to tune: indexer.")],
+    kernel: Annotated[str, typer.Option(help="What to tune: indexer or mla_decode.")],
     target: Annotated[str | None, typer.Option(help="Compute capability, such as sm_120; needs no GPU.")] = None,
     device: Annotated[str | None, typer.Option(help="Card, such as rtx-pro-6000; needs no GPU.")] = None,
     rows: Annotated[
@@ -78,6 +83,9 @@ def search_command(
     draft_tokens: Annotated[
         int, typer.Option(min=0, help="Draft tokens of a request when verifying; --rows counts them.")
     ] = 0,
+    heads: Heads = None,
+    tp: Tp = None,
+    cache: Cache = None,
     lengths: Annotated[str | None, typer.Option(help="Live lengths to score over, such as 128,2048.")] = None,
     weights: Annotated[str | None, typer.Option(help="What each length counts, such as 1,2.")] = None,
     trials: Annotated[int, typer.Option(help="Candidates for a problem, those of earlier runs included.")] = 64,
@@ -113,7 +121,7 @@ def search_command(
             rows=_rows(rows, draft_tokens),
             max_context=_number(max_context, "--max-context"),
             draft_tokens=draft_tokens,
-            options={},
+            options=_given(heads=heads, tp=tp, cache=cache),
             device=card,
             on_gpu=on_gpu,
             trials=trials,
@@ -139,13 +147,14 @@ def search_command(
 
 @app.command("bench")
 def bench_command(
-    kernel: Annotated[str, typer.Option(help="What to time: indexer.")],
+    kernel: Annotated[str, typer.Option(help="What to time: indexer or mla_decode.")],
     peers: Annotated[str, typer.Option(help="Other people's kernels beside it: all, none or names.")] = "all",
     shapes: Annotated[
         str,
         typer.Option(
             help="default, or a JSON file: a list of objects with name, kind (decode, ragged, verify, prefill), width, "
-            "live (a list, or one length with rows) and share (rows that read the same pages)."
+            "live (a list, or one length with rows), share (rows that read the same pages), options (of the problem: "
+            "heads, extra_width, ...) and cached (inputs stay in L2)."
         ),
     ] = "default",
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Also write the JSON to this file.")] = None,
@@ -261,9 +270,15 @@ def export_command(
 @app.command("emulate")
 def emulate_command(
     target: Annotated[str, typer.Option(help="Compute capability whose code is run, such as sm_120.")],
-    kernel: Annotated[str, typer.Option(help="Kernel to check: indexer.")] = "indexer",
+    kernel: Annotated[str, typer.Option(help="Kernel to check: indexer or mla_decode.")] = "indexer",
     rows: Annotated[str, typer.Option(help="Query rows of the default configs: 64, or a list.")] = "1,16,64",
+    heads: Heads = None,
+    tp: Tp = None,
+    cache: Cache = None,
     db: Annotated[Path | None, typer.Option("--db", help="Check this database's best configs too.")] = None,
+    keep: Annotated[
+        Path | None, typer.Option(help="Database for what was right, as predicted entries that name this check.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Check the code that another architecture gets by running it on the sm_90 GPU here.
@@ -274,18 +289,22 @@ def emulate_command(
     """
     from dsv4tune.codegen import devices, ops
     from dsv4tune.tools import emulate
-    from dsv4tune.tuned.store import StoreError
+    from dsv4tune.tuned.store import Store, StoreError
 
     try:
         device = devices.named(target=target)
-        wanted = emulate.candidates(ops.get(kernel), device, _rows(rows), db)
+        wanted = emulate.candidates(ops.get(kernel), device, _rows(rows), db, _given(heads=heads, tp=tp, cache=cache))
         card = emulate.hopper_here()
         say(f"running {device.silicon.target} code on {card.name} ({card.silicon.target})")
-    except (ValueError, StoreError) as error:
+        kept = Store(keep) if keep is not None else None
+    except (ValueError, StoreError, OSError) as error:
         fail(error)
     results = []
     for result in emulate.emulate_all(wanted):
         results.append(result)
+        trial = result.trial(device)
+        if kept is not None and trial is not None:
+            kept.add(trial)
         if not as_json:
             typer.echo(str(result))
     if as_json:
@@ -413,6 +432,10 @@ def _served(
 
 
 # -- parsing and printing ---------------------------------------------------------------------------------------
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _db(db: Path | None) -> Path:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dsv4tune.codegen import devices, ops
-from dsv4tune.codegen.compile import CompileError, cache_environment, compile_config, first_line
+from dsv4tune.codegen.compile import CompileError, Report, cache_environment, compile_config, first_line
 from dsv4tune.codegen.devices import Device
 from dsv4tune.codegen.op import Op, Verdict
 from dsv4tune.codegen.problem import Problem
+from dsv4tune.codegen.render import render
 from dsv4tune.codegen.retarget import retarget
 from dsv4tune.codegen.space import Config
 from dsv4tune.runtime.launch import Variant
-from dsv4tune.tools.measure import check
+from dsv4tune.tools.evaluate import environment, finished_trial, floors_us, predicted_us, score
+from dsv4tune.tools.measure import Setup, check
 from dsv4tune.tools.workers import Answer, Poisoned, Pool, collect
+from dsv4tune.tuned.records import Trial
 
 #: Runs of each case: a race shows in some of them only.
 RUNS = 3
@@ -50,14 +53,16 @@ class Emulated:
     status: str
     error: float | None = None
     reason: str = ""
+    report: Report | None = None
 
     @classmethod
     def of(cls, answer: Answer) -> Emulated:
         if answer.kind != "ok":
             return cls(answer.tag, "not run" if answer.kind == "raised" else "wrong", reason=answer.reason)
-        verdict: Verdict = answer.value
+        verdict: Verdict
+        verdict, report = answer.value
         error = verdict.error if math.isfinite(verdict.error) else None
-        return cls(answer.tag, "ok" if verdict.ok else "wrong", error, verdict.fault or "")
+        return cls(answer.tag, "ok" if verdict.ok else "wrong", error, verdict.fault or "", report)
 
     def to_json(self) -> dict[str, Any]:
         c = self.candidate
@@ -75,10 +80,32 @@ class Emulated:
         c = self.candidate
         error = "" if self.error is None else f"error {self.error:.1e}, "
         reason = f": {self.reason}" if self.reason else ""
-        return f"{self.status}: {error}rows={c.problem.rows} width={c.width} {c.origin}: {c.config}{reason}"
+        return f"{self.status}: {error}{c.problem.label} width={c.width} {c.origin}: {c.config}{reason}"
+
+    def trial(self, device: Device) -> Trial | None:
+        """What was found right, as a predicted trial; None where it was not."""
+        if self.status != "ok" or self.report is None:
+            return None
+        c, op = self.candidate, ops.get(self.candidate.problem.op)
+        setup = Setup(c.problem, op.profile(c.problem, c.width), device, 0)
+        times = predicted_us(setup, c.config, self.report)
+        return finished_trial(
+            setup,
+            environment(device.silicon.arch, False),
+            c.config,
+            self.report,
+            source_sha=render(op, c.problem, c.config).sha,
+            status="ok",
+            provenance="predicted",
+            score=round(score(times, floors_us(setup), setup.profile), 6),
+            yardstick="byte floor",
+            times_us={n: round(us, 4) for n, us in times.items()},
+            error=self.error,
+            checked_by="emulation",
+        )
 
 
-def emulate(op: Op[Any, Any], problem: Problem, config: Config, width: int) -> Verdict:
+def emulate(op: Op[Any, Any], problem: Problem, config: Config, width: int) -> tuple[Verdict, Report]:
     """Run every case of the op with the code that the problem's silicon gets, on the sm_90 GPU here.
 
     Raises:
@@ -91,10 +118,11 @@ def emulate(op: Op[Any, Any], problem: Problem, config: Config, width: int) -> V
         raise ValueError(refusal)
     run = Variant(op, problem, config, width, retarget(kernel))
     cases = op.cases(problem, width, op.profile(problem, width).lengths, "cuda", seed=0)
-    return check(op, problem, ((name, call, op.expect(problem, call)) for name, call in cases), run, RUNS)
+    verdict = check(op, problem, ((name, call, op.expect(problem, call)) for name, call in cases), run, RUNS)
+    return verdict, kernel.report
 
 
-def emulate_job(problem: Problem, config: Config, width: int) -> Verdict:
+def emulate_job(problem: Problem, config: Config, width: int) -> tuple[Verdict, Report]:
     """`emulate` in a worker process.
 
     Raises:
@@ -123,7 +151,9 @@ def hopper_here() -> Device:
     return found
 
 
-def candidates(op: Op[Any, Any], device: Device, rows: Sequence[int], db: Path | None) -> list[Candidate]:
+def candidates(
+    op: Op[Any, Any], device: Device, rows: Sequence[int], db: Path | None, given: Mapping[str, Any] | None = None
+) -> list[Candidate]:
     """The default config of each rows value, then the best stored ones of the device's target, whatever their rows.
 
     Raises:
@@ -134,8 +164,9 @@ def candidates(op: Op[Any, Any], device: Device, rows: Sequence[int], db: Path |
     from dsv4tune.tuned.store import Store
 
     found = []
+    options = op.options(given or {}, MAX_CONTEXT, 0)
     for n in rows:
-        problem = op.problem(n, device.silicon)
+        problem = op.problem(n, device.silicon, **options)
         found.append(Candidate("default", problem, op.default(problem, device), op.width(MAX_CONTEXT, 0)))
     if db is not None:
         store = Store(db, create=False)

@@ -83,13 +83,8 @@ class Evaluation:
         self.setup, self.pools, self.baseline, self.jobs = setup, pools, baseline, jobs
         self.op = ops.get(setup.problem.op)
         self.environment = environment(setup.problem.silicon.arch, pools.on_gpu)
-        self.floors = {n: self.floor_us(n) for n in setup.profile.lengths}
+        self.floors = floors_us(setup)
         self._reports: dict[Config, tuple[str, Report, float]] = {}
-
-    def floor_us(self, length: int) -> float:
-        """Every byte once at the vendor's bandwidth."""
-        shape = self.op.shape(self.setup.problem, self.setup.profile, length)
-        return self.op.bytes_moved(self.setup.problem, shape) / self.setup.device.bandwidth * 1e6
 
     @property
     def capacity(self) -> int:
@@ -167,32 +162,49 @@ class Evaluation:
 
     def _predicted(self, config: Config, verdict: Verdict) -> Measured:
         _, report, _ = self._reports[config]
-        problem, profile, device = self.setup.problem, self.setup.profile, self.setup.device
-        timings = {
-            n: Timing(cost.predict_us(self.op, problem, config, profile, n, report, device), 0.0)
-            for n in profile.lengths
-        }
-        return Measured(verdict, timings)
+        return Measured(verdict, {n: Timing(us, 0.0) for n, us in predicted_us(self.setup, config, report).items()})
 
     def _trial(self, config: Config, status: Any, **result: Any) -> Trial:
-        problem, device = self.setup.problem, self.setup.device
         sha, report, compiling = self._reports.pop(config, (None, None, 0.0))
-        return Trial(
-            problem=problem.to_json(),
-            problem_key=problem.key,
-            device=DeviceRecord(**asdict(device.silicon), l2_bytes=device.l2_bytes, name=device.name),
-            environment=self.environment,
-            config=dict(config),
-            source_sha=sha or render(self.op, problem, config).sha,
-            status=status,
-            provenance="measured" if self.pools.on_gpu else "predicted",
-            range=Range(**self.setup.profile.to_json()),
-            resources=Resources(**report.to_json()) if report is not None else None,
-            seed=self.setup.seed,
-            compile_seconds=round(compiling, 3),
-            finished_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            **result,
-        )
+        result |= {
+            "source_sha": sha or render(self.op, self.setup.problem, config).sha,
+            "status": status,
+            "provenance": "measured" if self.pools.on_gpu else "predicted",
+            "compile_seconds": round(compiling, 3),
+        }
+        return finished_trial(self.setup, self.environment, config, report, **result)
+
+
+def finished_trial(
+    setup: Setup, environment: Environment, config: Config, report: Report | None, **result: Any
+) -> Trial:
+    """A trial that ends now."""
+    problem, device = setup.problem, setup.device
+    return Trial(
+        problem=problem.to_json(),
+        problem_key=problem.key,
+        device=DeviceRecord(**asdict(device.silicon), l2_bytes=device.l2_bytes, name=device.name),
+        environment=environment,
+        config=dict(config),
+        range=Range(**setup.profile.to_json()),
+        resources=Resources(**report.to_json()) if report is not None else None,
+        seed=setup.seed,
+        finished_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        **result,
+    )
+
+
+def floors_us(setup: Setup) -> dict[int, float]:
+    """By live length: every byte once at the vendor's bandwidth."""
+    op, problem, profile = ops.get(setup.problem.op), setup.problem, setup.profile
+    moved = {n: op.bytes_moved(problem, op.shape(problem, profile, n)) for n in profile.lengths}
+    return {n: bytes_ / setup.device.bandwidth * 1e6 for n, bytes_ in moved.items()}
+
+
+def predicted_us(setup: Setup, config: Config, report: Report) -> dict[int, float]:
+    """By live length, of the cost model."""
+    op, problem, profile = ops.get(setup.problem.op), setup.problem, setup.profile
+    return {n: cost.predict_us(op, problem, config, profile, n, report, setup.device) for n in profile.lengths}
 
 
 def _rounded(values: Mapping[int, float]) -> dict[int, float]:

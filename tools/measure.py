@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -23,6 +21,7 @@ from dsv4tune.codegen.render import render, try_writing
 from dsv4tune.codegen.space import Config
 from dsv4tune.runtime.launch import Variant
 from dsv4tune.tools import gpu, peers
+from dsv4tune.tools.interpreter import interpreted
 from dsv4tune.tools.timing import Captured, Timer, middle
 from dsv4tune.tools.workers import Poisoned
 
@@ -81,24 +80,10 @@ def interpret_job(problem: Problem, config: Config) -> Verdict:
     """Check through Triton's interpreter; the process has ``TRITON_INTERPRET=1`` and no GPU is needed."""
     torch.set_num_threads(1)
     op = ops.get(problem.op)
-    module = render(op, problem, config).load()
     small, width = op.small(problem)
-    variant = Variant(op, small, config, width, interpreted(module), "cpu")
+    variant = Variant(op, small, config, width, interpreted(render(op, problem, config).load()), "cpu")
     cases = op.cases(small, width, (width,), "cpu", seed=0)
     return check(op, small, ((name, call, op.expect(small, call)) for name, call in cases), variant)
-
-
-def interpreted(module: ModuleType) -> dict[str, Any]:
-    """A rendered module's kernels as launchers, in a process with ``TRITON_INTERPRET=1``."""
-
-    class Launcher:
-        def __init__(self, name: str) -> None:
-            self.kernel, self.options = getattr(module, name), module.OPTIONS[name]
-
-        def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
-            return partial(self.kernel[grid], **self.options)
-
-    return {name: Launcher(name) for name in module.OPTIONS}
 
 
 def check(

@@ -58,16 +58,22 @@ class Timer:
                 runs[number % len(runs)]()
         return Captured(graph, launches, tuple(runs))
 
-    def time(self, graphs: Sequence[Captured], rounds: int = ROUNDS) -> list[list[float]]:
-        """Microseconds of one launch for each round, by graph; graphs take turns, in rotating order."""
+    def time(self, graphs: Sequence[Captured], rounds: int = ROUNDS, flush: bool = True) -> list[list[float]]:
+        """Microseconds of one launch for each round, by graph; graphs take turns, in rotating order.
+
+        Each finds cold caches or, without `flush`, those that its own last replay left.
+        """
         events: list[list[tuple[Any, Any]]] = [[] for _ in graphs]
         for captured in graphs:
             captured.graph.replay()
         for number in range(rounds):
             for step in range(len(graphs)):
                 which = (step + number) % len(graphs)
-                # Read, not written: dirty lines would be written back while the kernel runs.
-                self._flush.sum()
+                if flush:
+                    # Read, not written: dirty lines would be written back while the kernel runs.
+                    self._flush.sum()
+                else:
+                    graphs[which].graph.replay()
                 start, end = _events()
                 start.record()
                 graphs[which].graph.replay()

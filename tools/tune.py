@@ -83,7 +83,8 @@ def tune(request: Request, say: Say) -> list[dict[str, Any]]:
         OSError: the cache folder can't be written.
     """
     op = ops.get(request.kernel)
-    problems = [op.problem(rows, request.device.silicon, **request.options) for rows in request.rows]
+    options = op.options(request.options, request.max_context, request.draft_tokens)
+    problems = [op.problem(rows, request.device.silicon, **options) for rows in request.rows]
     width = op.width(request.max_context, request.draft_tokens)
     profiles = [_profile(op, problem, width, request) for problem in problems]
     try_writing(cache_folder(), "DSV4TUNE_CACHE")

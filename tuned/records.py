@@ -79,7 +79,7 @@ class Trial(Record):
         score: weighted geometric mean over the range of time against the baseline's, or against the byte floor
             (``yardstick`` says which); lower is better.
         error: worst relative error of its check.
-        checked_by: ``gpu``, ``interpreter`` or "".
+        checked_by: ``gpu``, ``interpreter``, ``emulation`` (its machine code, reassembled, on another GPU) or "".
         compile_seconds, judge_seconds: what its compile job, and its check and timing, took.
     """
 

@@ -6,9 +6,10 @@ from typing import Any
 
 from dsv4tune.codegen.op import Op
 from dsv4tune.codegen.ops.indexer import Indexer
+from dsv4tune.codegen.ops.mla_decode import MlaDecode
 from dsv4tune.codegen.problem import Problem
 
-OPS: dict[str, Op[Any, Any]] = {op.name: op for op in (Indexer(),)}
+OPS: dict[str, Op[Any, Any]] = {op.name: op for op in (Indexer(), MlaDecode())}
 
 
 def get(name: str) -> Op[Any, Any]:

@@ -100,6 +100,7 @@ _BRANCHES: tuple[dict[str, tuple[int | str, ...]], ...] = (
 
 class Indexer(Op[IndexerProblem, IndexerCall]):
     name = "indexer"
+    reference = "page_grid"
     words = (
         "dialect",
         "schedule",

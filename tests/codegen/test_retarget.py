@@ -107,6 +107,18 @@ def test_a_guard_stays_with_the_result(guard: str) -> None:
     assert assemble(text)
 
 
+@pytest.mark.parametrize("name", ["max.f32", "min.f32", "max.NaN.f32", "min.ftz.NaN.f32"])
+@pytest.mark.parametrize("guard", ["", "@%p1 "])
+def test_the_extreme_of_three_becomes_two(name: str, guard: str) -> None:
+    registers = ".reg .f32 %f<5>; mov.b64 {%f1, %f2}, %rd2; mov.b64 {%f3, %f4}, %rd3;"
+    instruction = f"{registers} {guard}{name} %f4, %f1, %f2, %f4; mov.b64 %rd4, {{%f3, %f4}};"
+    text = hopper_ptx(MODULE.format(instruction=instruction))
+    assert f"{name} %first, %f1, %f2;" in text and f"{guard}{name} %f4, %first, %f4;" in text
+    assert assemble(text)
+    # Of two values it is what every architecture has.
+    assert f"{name} %f4, %f1, %f2;" in hopper_ptx(MODULE.format(instruction=f"{registers} {name} %f4, %f1, %f2;"))
+
+
 def test_other_text_stays() -> None:
     text = "\tfma.rn.f32 \t%r1, %r2, %r3, %r4;\n\tmov.b64 \t%rd1, {%r1, %r2};\n"
     assert unpack_f32x2(text) == text
@@ -173,7 +185,7 @@ def hopper() -> None:
 @pytest.mark.parametrize("rows", [1, 16, 64])
 def test_defaults_are_right(indexer: Indexer, card: Device, rows: int) -> None:
     problem = indexer.problem(rows, card.silicon)
-    verdict = emulate(indexer, problem, indexer.default(problem, card), WIDTH)
+    verdict, _ = emulate(indexer, problem, indexer.default(problem, card), WIDTH)
     assert verdict.ok, verdict
 
 
@@ -182,7 +194,7 @@ def test_defaults_are_right(indexer: Indexer, card: Device, rows: int) -> None:
 def test_every_design_is_right(indexer: Indexer, problem: IndexerProblem, card: Device) -> None:
     """64 rows: enough tiles that every schedule with a loop comes to it, also past the direct tile of hybrid."""
     for config in designs(indexer, problem, card):
-        verdict = emulate(indexer, problem, config, WIDTH)
+        verdict, _ = emulate(indexer, problem, config, WIDTH)
         print(f"error {verdict.error:.1e}: {config}")
         assert verdict.ok, (config, verdict)
 
@@ -194,7 +206,7 @@ def test_a_lost_wait_is_seen(
 ) -> None:
     """A check that can't fail shows nothing: without the wait for its copies, a kernel must be found wrong."""
     config = next(c for c in designs(indexer, problem, card) if tuple(c[word] for word in DESIGN[:3]) == LOOPED)
-    assert emulate(indexer, problem, config, WIDTH).ok
+    assert emulate(indexer, problem, config, WIDTH)[0].ok
 
     def without_waits(ptx: str) -> str:
         text, waits = re.subn(r"cp\.async\.wait_group\s+\d+;", "", hopper_ptx(ptx))
@@ -202,12 +214,12 @@ def test_a_lost_wait_is_seen(
         return text
 
     monkeypatch.setattr("dsv4tune.codegen.retarget.hopper_ptx", without_waits)
-    assert not emulate(indexer, problem, config, WIDTH).ok
+    assert not emulate(indexer, problem, config, WIDTH)[0].ok
 
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("hopper")
 def test_the_width_of_a_server_is_right(indexer: Indexer, card: Device) -> None:
     problem = indexer.problem(16, card.silicon)
-    verdict = emulate(indexer, problem, indexer.default(problem, card), indexer.width(1 << 20, 0))
+    verdict, _ = emulate(indexer, problem, indexer.default(problem, card), indexer.width(1 << 20, 0))
     assert verdict.ok, verdict

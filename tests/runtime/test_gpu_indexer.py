@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
+from launching import every_design, variant
 
 from dsv4tune.codegen import devices
-from dsv4tune.codegen.compile import compile_config
 from dsv4tune.codegen.devices import Device
 from dsv4tune.codegen.ops import indexer_check
 from dsv4tune.codegen.ops.indexer import Indexer, IndexerProblem
 from dsv4tune.codegen.ops.indexer_call import IndexerCall
 from dsv4tune.codegen.problem import Profile, Shape
 from dsv4tune.codegen.space import Config
-from dsv4tune.runtime.launch import Variant
-from dsv4tune.tools.evaluate import default_jobs
-from dsv4tune.tools.measure import compile_job
-from dsv4tune.tools.workers import Pool, collect
 
 pytestmark = pytest.mark.gpu
 
@@ -33,34 +28,14 @@ def gpu() -> Device:
     return found
 
 
-def compiled_ahead(op: Indexer, problem: IndexerProblem, configs: list[Config]) -> list[Config]:
-    """Compile into Triton's cache on every core, so that the tests themselves only load."""
-    pool = Pool(default_jobs(), 120)
-    for config in configs:
-        pool.submit(config, compile_job, problem, config)
-    failed = []
-    while pool.pending:
-        failed += [answer for _, answer in collect([pool], 5.0) if answer.kind != "ok"]
-    pool.close()
-    assert not failed, failed
-    return configs
-
-
-def variant(op: Indexer, problem: IndexerProblem, config: Config, width: int) -> Variant:
-    return Variant(op, problem, config, width, compile_config(op, problem, config).compiled)
-
-
 def uniform(rows: int, width: int) -> Shape:
     return indexer_check.shape_of(rows, Profile(width, (width,), (1.0,)), width)
 
 
-def every_design(op: Indexer, problem: IndexerProblem, gpu: Device) -> list[Config]:
+def designs(op: Indexer, problem: IndexerProblem, gpu: Device) -> list[Config]:
     """One config for each schedule, load, dialect and operand order that this card has."""
-    designs: dict[Any, Config] = {}
     words = ("dialect", "schedule", "load", "operand_order", "block_t", "refill", "page_ahead")
-    for config in op.space(problem, gpu).valid():
-        designs.setdefault(tuple(config[word] for word in words), config)
-    return compiled_ahead(op, problem, list(designs.values()))
+    return every_design(op, problem, gpu, words)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 64, 100, 700, 1500])
@@ -70,7 +45,7 @@ def test_every_design_is_right(indexer: Indexer, gpu: Device, rows: int) -> None
         (name, call, indexer.expect(problem, call))
         for name, call in indexer.cases(problem, WIDTH, (128, 2048, WIDTH), "cuda", seed=rows)
     ]
-    for config in every_design(indexer, problem, gpu):
+    for config in designs(indexer, problem, gpu):
         run = variant(indexer, problem, config, WIDTH)
         for name, call, expected in cases:
             run(call)
@@ -93,7 +68,7 @@ def test_one_captured_launch_serves_every_length(indexer: Indexer, gpu: Device, 
         logits=guard[1:-1, :WIDTH],
         guard=guard,
     )
-    for config in every_design(indexer, problem, gpu):
+    for config in designs(indexer, problem, gpu):
         run = variant(indexer, problem, config, WIDTH)
         guard.view(torch.int32).fill_(0x7FC0BEEF)
         held.seq_lens.zero_()
@@ -129,7 +104,7 @@ def test_page_offsets_past_31_bits(indexer: Indexer, gpu: Device) -> None:
     (call,) = indexer.timing_sets(problem, uniform(4, WIDTH), 1, "cuda", 0, pool)
     call.page_table.copy_(torch.randint(pages - 300, pages, call.page_table.shape, device="cuda"))
     expected = indexer.expect(problem, call)
-    for config in every_design(indexer, problem, gpu):
+    for config in designs(indexer, problem, gpu):
         call.logits.fill_(float("nan"))
         variant(indexer, problem, config, WIDTH)(call)
         assert indexer.verify(problem, call, expected).ok, config
@@ -147,7 +122,7 @@ def test_output_offsets_past_31_bits(indexer: Indexer, gpu: Device) -> None:
     far = torch.empty(rows, stride, device="cuda")
     call = replace(call, logits=far[:, :width])
     expected = indexer.expect(problem, call)
-    for config in every_design(indexer, problem, gpu):
+    for config in designs(indexer, problem, gpu):
         variant(indexer, problem, config, width)(call)
         assert indexer.verify(problem, call, expected).ok, config
 
@@ -171,7 +146,7 @@ def test_verify_rows_equal_single_rows(indexer: Indexer, gpu: Device) -> None:
     (call,) = indexer.timing_sets(problem, uniform(rows, WIDTH), 1, "cuda", 3, pool)
     call.page_table.copy_(call.page_table[:1].expand_as(call.page_table))
     call.seq_lens.copy_(torch.arange(1000, 1000 + rows))
-    for config in every_design(indexer, problem, gpu):
+    for config in designs(indexer, problem, gpu):
         call.logits.fill_(float("nan"))
         variant(indexer, problem, config, WIDTH)(call)
         alone = indexer.default(single, gpu)

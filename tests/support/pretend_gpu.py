@@ -18,8 +18,9 @@ from dsv4tune.codegen.problem import Profile, Shape
 from dsv4tune.codegen.render import render
 from dsv4tune.codegen.space import Config
 from dsv4tune.tools import bench, measure, peers, timing
+from dsv4tune.tools.interpreter import interpreted
 from dsv4tune.tools.measure import Measured, PeerTimes, Setup
-from dsv4tune.tools.peers import Peer
+from dsv4tune.tools.peer import Peer
 
 #: With a cache so small that no time goes into flushing it.
 CARD = replace(devices.DEVICES["rtx-pro-6000"], l2_bytes=1 << 16)
@@ -30,14 +31,14 @@ class _OnCpu(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if kwargs.get("device") == "cuda":
             kwargs["device"] = "cpu"
-        return func(*args, **kwargs)
+        return func(*("cpu" if isinstance(arg, str) and arg == "cuda" else arg for arg in args), **kwargs)
 
 
 class _Interpreted:
     """What `compile_config` gives, launched by the interpreter."""
 
     def __init__(self, op: Any, problem: Any, config: Any) -> None:
-        self.compiled = measure.interpreted(render(op, problem, config).load())
+        self.compiled = interpreted(render(op, problem, config).load())
 
 
 class _Reference(Peer):
@@ -111,6 +112,6 @@ def measured(rows: int, config: Config) -> tuple[PeerTimes, Measured]:
         return measure.peer_job(setup, "deep_gemm"), measure.device_job(setup, config, "deep_gemm")
 
 
-def benched(shape: Shape, configs: dict[str, Config]) -> dict[str, Any]:
+def benched(op: str, shape: Shape, configs: dict[str, Config], wanted: tuple[str, ...]) -> dict[str, Any]:
     with gpu():
-        return bench.shape_job(bench.Job("indexer", CARD, shape, configs, ("deep_gemm",), 1000.0))
+        return bench.shape_job(bench.Job(op, CARD, shape, configs, wanted, 1000.0))

@@ -9,12 +9,14 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from dsv4tune.codegen.compile import compile_config
 from dsv4tune.codegen.devices import Device
 from dsv4tune.codegen.op import Verdict
 from dsv4tune.codegen.ops.indexer import Indexer, IndexerProblem
 from dsv4tune.tools import cli, emulate
 from dsv4tune.tools.emulate import Candidate, Emulated
 from dsv4tune.tools.workers import Answer
+from dsv4tune.tuned.store import Store
 
 
 @pytest.fixture
@@ -39,7 +41,7 @@ def test_defaults_at_the_width_of_a_search(indexer: Indexer, card: Device) -> No
     ],
 )
 def test_answers(candidate: Candidate, kind: str, verdict: Verdict | None, status: str, error: float | None) -> None:
-    result = Emulated.of(Answer(candidate, kind, verdict, "" if kind == "ok" else "why"))
+    result = Emulated.of(Answer(candidate, kind, (verdict, None), "" if kind == "ok" else "why"))
     assert (result.status, result.error) == (status, error)
     assert str(result).startswith(f"{status}: ")
     assert str(result).count("\n") == 0
@@ -49,11 +51,31 @@ def test_answers(candidate: Candidate, kind: str, verdict: Verdict | None, statu
 def test_exit_status_says_whether_all_are_right(monkeypatch: pytest.MonkeyPatch, card: Device) -> None:
     monkeypatch.setattr(emulate, "hopper_here", lambda: card)
     for verdict, status in ((Verdict(1e-7), 0), (Verdict(1.0, "row 0"), 1)):
-        answers = lambda wanted, verdict=verdict: (Emulated.of(Answer(c, "ok", verdict)) for c in wanted)  # noqa: E731
+        answers = lambda wanted, verdict=verdict: (Emulated.of(Answer(c, "ok", (verdict, None))) for c in wanted)  # noqa: E731
         monkeypatch.setattr(emulate, "emulate_all", answers)
         done = CliRunner().invoke(cli.app, ["emulate", "--target", "sm_120", "--rows", "1,64", "--json"])
         assert done.exit_code == status
         assert len(json.loads(done.stdout)["results"]) == 2
+
+
+def test_what_is_right_is_kept_as_a_prediction(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, indexer: Indexer, problem: IndexerProblem, card: Device
+) -> None:
+    report = compile_config(indexer, problem, indexer.default(problem, card)).report
+    verdicts = iter([Verdict(1e-7), Verdict(1.0, "row 0")])
+    monkeypatch.setattr(emulate, "hopper_here", lambda: card)
+    answers = lambda wanted: (Emulated.of(Answer(c, "ok", (next(verdicts), report))) for c in wanted)  # noqa: E731
+    monkeypatch.setattr(emulate, "emulate_all", answers)
+    path = tmp_path / "kept.db"
+    arguments = ["emulate", "--target", "sm_120", "--rows", "1,64", "--keep", str(path)]
+    assert CliRunner().invoke(cli.app, arguments).exit_code == 1
+    store = Store(path, create=False)
+    (key,) = store.problems("indexer")
+    best = store.best(key)
+    assert best is not None and "rows=1 " in key
+    assert (best.checked_by, best.provenance, best.error) == ("emulation", "predicted", 1e-7)
+    assert best.score is not None and best.score > 1 and set(best.times_us) == set(best.range.lengths)
+    store.close()
 
 
 @pytest.mark.parametrize("arguments", [[], ["--kernel", "nothing"], ["--rows", "x"], ["--db", "/nowhere/at.db"]])
@@ -68,7 +90,6 @@ def test_one_line_and_status_2(monkeypatch: pytest.MonkeyPatch, arguments: list[
 def test_stored_bests_of_the_target(tmp_path: Path, indexer: Indexer, problem: IndexerProblem, card: Device) -> None:
     from dsv4tune.tools.evaluate import environment
     from dsv4tune.tuned.records import DeviceRecord, Range, Trial
-    from dsv4tune.tuned.store import Store
 
     config = indexer.reference_config(problem, card)
     other = indexer.problem(64, card.silicon.__class__("8.9", 128, card.silicon.shared_bytes))

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pretend_gpu
 import pytest
 
+from dsv4tune.codegen import ops
 from dsv4tune.codegen.devices import DEVICES
 from dsv4tune.codegen.ops.indexer import Indexer
 from dsv4tune.codegen.problem import Shape
@@ -39,7 +40,7 @@ def test_a_bench_row_holds_everyone_on_the_same_tensors(indexer: Indexer, pool: 
     problem = indexer.problem(4, card.silicon)
     configs = {"default": indexer.default(problem, card), "page_grid": indexer.reference_config(problem, card)}
     shape = Shape("drafts", "verify", 640, (600, 601, 0, 64), (0, 0, 1, 2))
-    answer = pool.ask(pretend_gpu.benched, shape, configs)
+    answer = pool.ask(pretend_gpu.benched, "indexer", shape, configs, ("deep_gemm",))
     assert answer.kind == "ok", answer
     row = answer.value
     assert row["shape"] == {"name": "drafts", "kind": "verify", "rows": 4, "live": 601, "width": 640, "positions": 1265}
@@ -47,3 +48,20 @@ def test_a_bench_row_holds_everyone_on_the_same_tensors(indexer: Indexer, pool: 
     assert all(error < 1e-6 for error in row["error"].values())
     assert row["top512"] == {"default": 1.0, "page_grid": 1.0, "deep_gemm": 1.0} and row["left_out"] == {}
     assert row["floor_us"] > 0 and row["configs"]["default"] == dict(configs["default"])
+
+
+def test_a_bench_row_of_mla_decode(pool: Pool) -> None:
+    op, card = ops.get("mla_decode"), DEVICES["rtx-pro-6000"]
+    options = {"heads": 4, "width": 64, "extra_width": 64}
+    shape = Shape("4x2 64+64 cached", "decode", 64, (64, 3), (0, 1), options, cached=True)
+    default = op.default(op.problem(2, card.silicon, **options), card)
+    answer = pool.ask(pretend_gpu.benched, "mla_decode", shape, {"default": default}, ("gather",))
+    assert answer.kind == "ok", answer
+    row = answer.value
+    assert row["shape"] == {
+        **{"name": "4x2 64+64 cached", "kind": "decode", "heads": 4, "rows": 2, "topk": 64, "extra": 64, "live": 64},
+        "cached": True,
+    }
+    assert set(row["us"]) == {"default", "gather"} and row["left_out"] == {}
+    # What loads and computes nothing has no error.
+    assert set(row["error"]) == {"default"} and row["error"]["default"] < 3e-3

@@ -1,0 +1,93 @@
+"""What attention can't be faster than: a kernel that loads each live token's bytes and does nothing with them."""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4tune.codegen.ops.mla_decode_call import FOOTER_BYTES, ROW_BYTES, MlaDecodeCall, page_stride
+
+#: Tokens a program: 18 KB under way, and enough programs an SM that their latencies overlap.
+_BLOCK_T = 32
+
+
+@triton.jit
+def _load(indices, lengths, row, tile, cache, PAGE: tl.constexpr, STRIDE: tl.constexpr, BLOCK_T: tl.constexpr):
+    at = tile * BLOCK_T + tl.arange(0, BLOCK_T)
+    slot = tl.load(indices + at, mask=at < tl.load(lengths + row), other=-1)
+    valid = slot >= 0
+    # In words of 8 bytes: 576 are 64 + 8 of them.
+    words = cache.to(tl.pointer_type(tl.int64))
+    page = (slot // PAGE).to(tl.int64) * (STRIDE // 8)
+    start = words + page + (slot % PAGE) * 72
+    head = tl.load(start[:, None] + tl.arange(0, 64)[None, :], mask=valid[:, None], other=0)
+    tail = tl.load(start[:, None] + (64 + tl.arange(0, 8))[None, :], mask=valid[:, None], other=0)
+    scales = tl.load(words + page + PAGE * 72 + slot % PAGE, mask=valid, other=0)
+    return tl.sum(tl.sum(head, axis=1) + tl.sum(tail, axis=1) + scales)
+
+
+@triton.jit
+def gather(
+    cache,
+    indices,
+    lengths,
+    extra_cache,
+    extra_indices,
+    extra_lengths,
+    out,
+    indices_stride,
+    extra_indices_stride,
+    window_tiles,
+    PAGE: tl.constexpr,
+    STRIDE: tl.constexpr,
+    EXTRA_PAGE: tl.constexpr,
+    EXTRA_STRIDE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """Program (row, tile): the sum of the words of one tile's tokens, so that no load is left out."""
+    row = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    if tile < window_tiles:
+        total = _load(indices + row * indices_stride, lengths, row, tile, cache, PAGE, STRIDE, BLOCK_T)
+    else:
+        ids = extra_indices + row * extra_indices_stride
+        total = _load(ids, extra_lengths, row, tile - window_tiles, extra_cache, EXTRA_PAGE, EXTRA_STRIDE, BLOCK_T)
+    tl.store(out + row * tl.num_programs(1) + tile, total)
+
+
+def prepared(call: MlaDecodeCall) -> tuple[Callable[[], None], torch.Tensor]:
+    """A launch and the sums that it leaves, int64 ``[rows, tiles]``; as many tiles as the longest row has."""
+    sides = [(call.cache, call.indices, call.lengths.contiguous())]
+    if call.extra_cache is not None and call.extra_indices is not None and call.extra_lengths is not None:
+        sides.append((call.extra_cache, call.extra_indices, call.extra_lengths.contiguous()))
+    tiles = [-(-int(lengths.max()) // _BLOCK_T) for _, _, lengths in sides]
+    out = torch.zeros(call.q.shape[0], max(1, sum(tiles)), dtype=torch.int64, device=call.q.device)
+    extra_cache, extra_indices, extra_lengths = sides[-1]
+    constants = {"BLOCK_T": _BLOCK_T}
+    for prefix, (cache, _, _) in (("", sides[0]), ("EXTRA_", sides[-1])):
+        constants |= {f"{prefix}PAGE": cache.shape[1], f"{prefix}STRIDE": page_stride(cache.shape[1])}
+
+    def run() -> None:
+        gather[out.shape](
+            call.cache,
+            call.indices,
+            sides[0][2],
+            extra_cache,
+            extra_indices,
+            extra_lengths,
+            out,
+            call.indices.stride(0),
+            extra_indices.stride(0),
+            tiles[0],
+            **constants,
+            num_warps=4,
+        )
+
+    return run, out
+
+
+assert (ROW_BYTES, FOOTER_BYTES) == (576, 8), "the kernel's word counts"
