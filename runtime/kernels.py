@@ -19,6 +19,7 @@ from dsv4tune.runtime.dispatch import Key, Table
 TABLE = Table()
 
 
+_SCALE = HEAD_DIM**-0.5
 #: Arguments of FlashMLA's function that decide nothing for sparse fp8 calls.
 _FLASH_MLA = {"block_table", "cache_seqlens", "tile_scheduler_metadata", "num_splits", "is_fp8_kvcache", "use_legacy"}
 
@@ -83,16 +84,30 @@ def paged_mqa_logits(
         raise NotReadyError(f"indexer: nothing is ready for {rows} rows of {max_seq_len} columns")
     if clean_logits:
         raise UnservedCallError("indexer: clean_logits=True is not served, and no consumer needs it")
+    logits = torch.empty((rows, max_seq_len), dtype=torch.float32, device=q_fp8.device)
     try:
-        logits = q_fp8.new_empty((rows, max_seq_len), dtype=torch.float32)
-        lens = seq_lens if seq_lens.dim() == 1 else seq_lens.view(rows)
-        pages = kvcache_fp8.view(kvcache_fp8.shape[0], -1)
-        call = IndexerCall(q_fp8.view(rows, -1, 128), pages, weight, lens, page_table, logits)
-        run = variant.prepared(call)
-    except (ValueError, RuntimeError) as error:  # views of what can't be viewed are RuntimeErrors
+        variant.serve((q_fp8, kvcache_fp8, weight, seq_lens, page_table), None, _indexer_call, logits)
+    except ValueError as error:
         raise UnservedCallError(f"indexer: {error}") from error
-    run()
     return logits
+
+
+def _indexer_call(tensors: tuple[Any, ...], _: None, logits: torch.Tensor) -> IndexerCall:
+    q, kv, weights, lens, table = tensors
+    rows = q.shape[0]
+    lens = lens if lens.dim() == 1 else _viewed("seq_lens", lens, rows)
+    pages = _viewed("kvcache_fp8", kv, kv.shape[0], -1)
+    return IndexerCall(_viewed("q_fp8", q, rows, -1, 128), pages, weights, lens, table, logits)
+
+
+def _viewed(name: str, tensor: torch.Tensor, *shape: int) -> torch.Tensor:
+    """Without a copy, or a ValueError."""
+    try:
+        return tensor.view(shape)
+    except RuntimeError as error:
+        raise ValueError(
+            f"{name} is {list(tensor.shape)} with strides {tensor.stride()}: no view as {shape}"
+        ) from error
 
 
 def sparse_mla_decode(
@@ -145,25 +160,35 @@ def sparse_mla_decode(
         raise UnservedCallError(f"mla_decode: unknown arguments {', '.join(sorted(theirs.keys() - _FLASH_MLA))}")
     if head_dim_v != HEAD_DIM:
         raise UnservedCallError(f"mla_decode: head_dim_v is {head_dim_v}, not {HEAD_DIM}")
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    tensors = (q, k_cache, indices, topk_length, extra_k_cache, extra_indices_in_kvcache, extra_topk_length, attn_sink)
+    scale = _SCALE if softmax_scale is None else softmax_scale
     try:
-        out = q.new_empty(q.shape)
-        call = MlaDecodeCall(
-            q=q.view(rows, shown, HEAD_DIM),
-            cache=_bytes(k_cache),
-            indices=indices.view(rows, form[0]),
-            lengths=topk_length,
-            extra_cache=None if extra_k_cache is None else _bytes(extra_k_cache),
-            extra_indices=None if extra_indices_in_kvcache is None else extra_indices_in_kvcache.view(rows, extra[0]),
-            extra_lengths=extra_topk_length,
-            sink=attn_sink,
-            scale=HEAD_DIM**-0.5 if softmax_scale is None else softmax_scale,
-            out=out.view(rows, shown, HEAD_DIM),
-        )
-        run = variant.prepared(call)
-    except (ValueError, RuntimeError, AttributeError) as error:  # a missing tensor is an AttributeError
+        variant.serve(tensors, scale, _mla_decode_call, None, out)
+    except ValueError as error:
         raise UnservedCallError(f"mla_decode: {error}") from error
-    run()
     return out, None
+
+
+def _mla_decode_call(tensors: tuple[Any, ...], scale: float, _: None, out: torch.Tensor) -> MlaDecodeCall:
+    """The field between tensors and output is the scale."""
+    q, cache, indices, lengths, extra_cache, extra_indices, extra_lengths, sink = tensors
+    for name, needed in (("indices", indices), ("topk_length", lengths), ("attn_sink", sink)):
+        if needed is None:
+            raise ValueError(f"{name} is missing")
+    rows, shown = q.shape[0], q.shape[-2]
+    return MlaDecodeCall(
+        _viewed("q", q, rows, shown, HEAD_DIM),
+        _bytes(cache),
+        _viewed("indices", indices, rows, indices.shape[-1]),
+        lengths,
+        None if extra_cache is None else _bytes(extra_cache),
+        None if extra_indices is None else _viewed("extra indices", extra_indices, rows, extra_indices.shape[-1]),
+        extra_lengths,
+        sink,
+        scale,
+        _viewed("out", out, rows, shown, HEAD_DIM),
+    )
 
 
 def _bytes(cache: torch.Tensor) -> torch.Tensor:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -67,6 +68,7 @@ class Variant:
         self.op, self.problem, self.config, self.source_sha = op, problem, config, source_sha
         self.plan: Plan = op.plan(problem, config, width)
         self.scratch = (arena or Arena(device, scratch_bytes(self.plan))).take(self.plan)
+        self._recipes: dict[Any, list[_Recipe]] = {}
         self._runs = [(launch.kernel, launchers[launch.kernel][launch.grid]) for launch in self.plan.launches]
 
     def __call__(self, call: Any) -> None:
@@ -91,3 +93,73 @@ class Variant:
                 run(*taken)
 
         return launch
+
+    def serve(
+        self, tensors: tuple[torch.Tensor | None, ...], scalars: Any, call: Callable[..., Any], *made: Any
+    ) -> None:
+        """Launch for a server: a call that looks like an earlier one is not judged and bound again.
+
+        Args:
+            tensors: of the caller, in the order of the call's first fields.
+            scalars: what else the arguments depend on.
+            call: makes it, from the tensors, scalars and what was made; asked where such a call is new.
+            made: the call's fields after those, which follow from the variant and the device.
+
+        Raises:
+            ValueError: a tensor of the call is not what the kernels take.
+        """
+        # All that binding looks at. Alignment of 16 elements is alignment of 16 bytes and more.
+        mark = (
+            scalars,
+            *[
+                t if t is None else (t.dtype, t.shape, t.stride(), t.storage_offset() & 15, t.get_device())
+                for t in tensors
+            ],
+        )
+        recipes = self._recipes.get(mark)
+        if recipes is None:
+            recipes = self._learned(mark, call(tensors, scalars, *made))
+        fields = tensors + made
+        for run, template, places in recipes:
+            arguments = template.copy()
+            for at, field, descriptor in places:
+                tensor = fields[field]
+                arguments[at] = tensor if descriptor is None else _moved(descriptor, tensor)
+            run(*arguments)
+
+    def _learned(self, mark: Any, call: Any) -> list[_Recipe]:
+        """Bind once in full, and note which arguments are the call's tensors."""
+        arguments = self.op.bind(self.problem, self.config, call, self.scratch)
+        names = self.op.arguments(self.problem, self.config)
+        fields = {field.name: number for number, field in enumerate(dataclasses.fields(call))}
+        recipes = []
+        for kernel, run in self._runs:
+            places = []
+            for at, (argument, value) in enumerate(zip(names[kernel], arguments[kernel], strict=True)):
+                if argument.name in self.scratch or isinstance(value, int | float):
+                    continue
+                descriptor = None if isinstance(value, torch.Tensor) else value
+                places.append((at, fields[argument.name.removesuffix("_desc")], descriptor))
+            recipes.append((run, arguments[kernel], places))
+        if len(self._recipes) < MOST_RECIPES:
+            # The template must not keep a call's tensors alive.
+            for _, template, places in recipes:
+                for at, _, descriptor in places:
+                    template[at] = None
+                    if descriptor is not None:
+                        descriptor.base = None
+            self._recipes[mark] = recipes
+        return recipes
+
+
+#: Launcher, its arguments without the call's tensors, and where those go: place, field, TMA descriptor to move.
+_Recipe: TypeAlias = tuple[Callable[..., None], list[Any], list[tuple[int, int, Any]]]
+#: Kinds of calls that a variant remembers; a server makes a few.
+MOST_RECIPES = 256
+
+
+def _moved(descriptor: Any, tensor: Any) -> Any:
+    """The same descriptor over another tensor, of which a launcher asks for nothing but its address."""
+    moved = object.__new__(type(descriptor))
+    moved.__dict__.update(descriptor.__dict__, base=tensor)
+    return moved

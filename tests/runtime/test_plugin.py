@@ -28,8 +28,9 @@ def test_calls_are_answered_from_the_table(database: Path, caplog: pytest.LogCap
     prepared(database)
     call = serving.indexer_call()
     got = plugin.indexer(serving.their_indexer, *serving.indexer_arguments(call))
+    problem: Any = serving.problem_of("indexer")
     for row, length in enumerate(call.seq_lens.tolist()):
-        want = indexer_check.reference(serving.problem_of("indexer"), call, row, length)[0]
+        want = indexer_check.reference(problem, call, row, length)[0]
         torch.testing.assert_close(got[row, :length].double(), want, rtol=1e-6, atol=1e-6)
     assert not [record for record in caplog.records if record.levelname != "INFO"]
     choices = [record.message for record in caplog.records if "tuned.db" in record.message]
@@ -61,7 +62,7 @@ def test_shapes_of_calls_that_are_taken(database: Path) -> None:
     live = torch.arange(WIDTH)[None] < call.seq_lens[:, None]
     spaced = torch.stack([call.seq_lens, call.seq_lens], dim=1)[:, 0]
     for lens in (call.seq_lens[:, None], spaced, spaced[:, None]):
-        got = paged_mqa_logits(*arguments[:3], lens, *arguments[4:])
+        got = paged_mqa_logits(*[*arguments[:3], lens, *arguments[4:]])
         assert torch.equal(got[live], want[live])
     words = serving.mla_words()
     fp8 = {name: words[name].view(torch.float8_e4m3fn) for name in ("k_cache", "extra_k_cache")}

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch._C._distributed_c10d as _C
 import torch.distributed as dist
 from faults import Store
 
@@ -23,12 +24,12 @@ RANKS = (0, 1, 2, 3)
 def stores(request: pytest.FixtureRequest) -> Iterator[Callable[[], Any]]:
     """A connection for each rank, to one store."""
     if request.param == "hash":
-        store = dist.HashStore()
+        store = _C.HashStore()
         yield lambda: store
         return
     # Every later client connects to the port that the first was given.
-    first = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=10), wait_for_workers=False)
-    yield lambda: dist.TCPStore("127.0.0.1", first.port, None, False, timedelta(seconds=10))
+    first = _C.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=10), wait_for_workers=False)
+    yield lambda: _C.TCPStore("127.0.0.1", first.port, None, False, timedelta(seconds=10))
 
 
 def together(

@@ -67,7 +67,7 @@ def test_the_servers_torch_references_agree_within_their_rounding(served: None, 
     call = serving.indexer_call(server.LENGTHS, seed=3)
     arguments = serving.indexer_arguments(call)
     theirs, mine = reference(*arguments), function(targets.TILELANG.path)(*arguments)
-    problem: Any = ops.get("indexer").problem(ROWS, serving.CARD.silicon)
+    problem: Any = serving.problem_of("indexer")
     for row, length in enumerate(server.LENGTHS):
         if length:
             want = indexer_check.reference(problem, call, row, length)[0]
@@ -83,7 +83,8 @@ def test_a_call_of_more_than_1024_rows_enters_its_hook_for_each_part(served: Non
     call = serving.indexer_call([5] * rows)
     got = hooked(*serving.indexer_arguments(call))
     assert got.shape == (rows, WIDTH)
-    want = indexer_check.reference(serving.problem_of("indexer"), call, rows - 1, 5)[0]
+    problem: Any = ops.get("indexer").problem(rows, serving.CARD.silicon)
+    want = indexer_check.reference(problem, call, rows - 1, 5)[0]
     torch.testing.assert_close(got[-1, :5].double(), want, rtol=5e-2, atol=0.5)
 
 

@@ -428,7 +428,7 @@ fault("pages with bytes between", "indexer: ")(_argument(1, _padded_pages))
 fault("weights of another dtype", "weights is torch.float64")(_argument(2, lambda w: w.double()))
 fault("weights with a stride", "weights has strides")(_argument(2, lambda w: w.t().contiguous().t()))
 fault("lengths of another dtype", "seq_lens is torch.int64")(_argument(3, lambda n: n.long()))
-fault("too few lengths", "seq_lens is|shape '.3.' is invalid")(_argument(3, lambda n: n[:2]))
+fault("too few lengths", "seq_lens is")(_argument(3, lambda n: n[:2]))
 fault("a page table with a column stride", "column stride 1")(
     _argument(4, lambda t: torch.stack([t, t], dim=2)[:, :, 0])
 )

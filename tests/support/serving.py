@@ -12,11 +12,12 @@ from fakes import RESOURCES, make_trial
 
 from dsv4tune.codegen import ops
 from dsv4tune.codegen.compile import Report
-from dsv4tune.codegen.devices import DEVICES
+from dsv4tune.codegen.devices import DEVICES as DEVICES
 from dsv4tune.codegen.ops import indexer_check, mla_decode_check
+from dsv4tune.codegen.ops.indexer import IndexerProblem
 from dsv4tune.codegen.ops.indexer_call import IndexerCall
 from dsv4tune.codegen.ops.mla_decode import LOG2_E
-from dsv4tune.codegen.ops.mla_decode_call import MlaDecodeCall
+from dsv4tune.codegen.ops.mla_decode_call import MlaDecodeCall, MlaDecodeProblem
 from dsv4tune.codegen.problem import Problem, Silicon
 from dsv4tune.codegen.space import Config
 from dsv4tune.runtime.compilers import Job, Outcome
@@ -32,28 +33,35 @@ THEIRS = -7.0
 
 def compute(job: Job, arguments: Sequence[Any]) -> None:
     """What a launch of the job's kernel must leave in its output."""
-    op = ops.get(job.problem.op)
-    named = dict(zip((a.name for a in op.arguments(job.problem, job.config)["kernel"]), arguments, strict=True))
-    if job.problem.op == "indexer":
-        fields = ("q", "kv", "weights", "seq_lens", "page_table", "logits")
-        one = IndexerCall(*(named[name] for name in fields))
+    op, problem = ops.get(job.problem.op), job.problem
+    named: dict[str, Any] = dict(
+        zip((a.name for a in op.arguments(problem, job.config)["kernel"]), arguments, strict=True)
+    )
+    # A kernel gets addresses: whatever shape the caller's tensors have.
+    if isinstance(problem, IndexerProblem):
+        kv, lens = named["kv"], named["seq_lens"]
+        q, pages = named["q"].view(-1, problem.heads, 128), kv.view(kv.shape[0], -1)
+        one = IndexerCall(q, pages, named["weights"], lens.flatten(), named["page_table"], named["logits"])
         for row, length in enumerate(one.seq_lens.tolist()):
             if length:
-                one.logits[row, :length] = indexer_check.reference(job.problem, one, row, length)[0].float()
+                one.logits[row, :length] = indexer_check.reference(problem, one, row, length)[0].float()
         return
-    extra = [named.get(f"extra_{name}") for name in ("cache", "indices", "lengths")]
+    assert isinstance(problem, MlaDecodeProblem)
+    q, indices, extra = named["q"], named["indices"], named.get("extra_indices")
+    rows, heads = q.shape[0], q.shape[-2]
     two = MlaDecodeCall(
-        named["q"],
-        named["cache"],
-        named["indices"],
-        named["lengths"],
-        *extra,
+        q=q.view(rows, heads, 512),
+        cache=named["cache"].view(torch.uint8),
+        indices=indices.view(rows, -1),
+        lengths=named["lengths"],
+        extra_cache=named["extra_cache"].view(torch.uint8) if extra is not None else None,
+        extra_indices=extra.view(rows, -1) if extra is not None else None,
+        extra_lengths=named.get("extra_lengths"),
         sink=named["sink"],
         scale=named["scale"] / LOG2_E,
-        out=named["out"],
+        out=named["out"].view(rows, heads, 512),
     )
-    real = job.problem.heads
-    two.out[:, :real] = mla_decode_check.expect(job.problem, two).out.to(torch.bfloat16)
+    two.out[:, : problem.heads] = mla_decode_check.expect(problem, two).out.to(torch.bfloat16)
 
 
 class FakeMachine:
