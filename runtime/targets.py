@@ -76,7 +76,11 @@ FLASH_MLA_SM120 = Target("mla_decode", "flashinfer", f"{_OPS}.flash_mla_sm120", 
 FLASH_MLA = Target(
     "mla_decode", "flash_mla", f"{_OPS}.flash_mla_interface", "flash_mla_with_kvcache", _DATACENTRE, ("flash_mla",)
 )
-TARGETS = (RUNNER, LATER, TILELANG, TORCH_SM120, TORCH, DEEP_GEMM, FLASH_MLA_SM120, FLASH_MLA)
+#: Up to SGLang 0.5.20 and later ones until they had the module above.
+OLDER_FLASH_MLA = Target(
+    "mla_decode", "flash_mla", "sgl_kernel.flash_mla", "flash_mla_with_kvcache", _DATACENTRE, ("sgl_kernel",)
+)
+TARGETS = (RUNNER, LATER, TILELANG, TORCH_SM120, TORCH, DEEP_GEMM, FLASH_MLA_SM120, FLASH_MLA, OLDER_FLASH_MLA)
 
 #: The kernels that a server runs unless its user picks others.
 _DEFAULTS = {
@@ -94,16 +98,21 @@ def baselines(arch: int) -> Mapping[str, str]:
 def usable(arches: Sequence[int], kernels: Sequence[str]) -> tuple[list[Target], list[str]]:
     """What is to be hooked for these capabilities, and a line for each target that is missing."""
     majors = {arch // 10 for arch in arches}
-    found, missing = [], []
+    found, missing = [], {}
     for target in TARGETS:
         if majors.isdisjoint(target.majors) or (target.kernel and target.kernel not in kernels):
+            continue
+        if target is OLDER_FLASH_MLA and FLASH_MLA in found:
             continue
         why = target.missing()
         if why is None:
             found.append(target)
         else:
-            missing.append(f"{target.path}: {why}")
-    return found, missing
+            missing[target] = f"{target.path}: {why}"
+    # Neither is in every version, which is no fault.
+    missing.pop(LATER, None)
+    missing.pop(FLASH_MLA if OLDER_FLASH_MLA in found else OLDER_FLASH_MLA, None)
+    return found, list(missing.values())
 
 
 def active(arch: int, environment: Mapping[str, str]) -> dict[str, str]:
