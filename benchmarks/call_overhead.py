@@ -51,9 +51,8 @@ def main() -> None:
             output = lambda: torch.empty(serving.ROWS, 1, 64, 512, dtype=torch.bfloat16)  # noqa: E731
         launch = variant.prepared(call)
         alone, made, whole = smallest(launch), smallest(output), smallest(hooked)
-        print(
-            f"{kernel}: call {whole:.1f} us, launch {alone:.1f}, its output {made:.1f}: {whole - alone - made:.1f} added"
-        )
+        added = whole - alone - made
+        print(f"{kernel}: call {whole:.1f} us, launch {alone:.1f}, its output {made:.1f}: {added:.1f} added")
 
 
 if __name__ == "__main__":

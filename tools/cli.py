@@ -472,7 +472,7 @@ def _weight(text: str) -> float:
 
 
 def _rows(text: str, draft_tokens: int = 0) -> list[int]:
-    from dsv4tune.tools.tune import CAPTURED, CAPTURED_DRAFTS
+    from dsv4tune.runtime.wanted import CAPTURED, CAPTURED_DRAFTS
 
     if text == "captured":
         return [size * draft_tokens for size in CAPTURED_DRAFTS] if draft_tokens > 1 else list(CAPTURED)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,6 +48,9 @@ class Interpreter(serving.FakeMachine):
         return {name: counted(kernel) for name, kernel in interpreted(job.source.load()).items()}
 
 
+REAL_GPU, REAL_SILICON = startup.Gpu, startup.silicon_here
+
+
 def pretend_gpu() -> None:
     """For the rest of this process."""
 
@@ -85,12 +88,17 @@ def capture(runner: Any, sizes: Sequence[int] = (ROWS,)) -> Any:
 
 def forward_c4_indexer(call: IndexerCall) -> torch.Tensor:
     """SGLang's real function over fake pools; the slots that it selects, int32 ``[rows, 512]``."""
+    return indexer_step(call)()
+
+
+def indexer_step(call: IndexerCall) -> Callable[[], torch.Tensor]:
+    """The same as a function that may be captured: what a server makes once a step is made here."""
     from sglang.srt.layers.attention.dsa.dsa_topk_backend import DSATopKBackend
     from sglang.srt.layers.attention.dsv4.indexer import C4IndexerBackendMixin
     from sglang.srt.layers.attention.dsv4.metadata import PagedIndexerMetadata
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-    rows = call.q.shape[0]
+    rows, device = call.q.shape[0], call.q.device
 
     class Backend(C4IndexerBackendMixin):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -101,8 +109,8 @@ def forward_c4_indexer(call: IndexerCall) -> torch.Tensor:
             self.forward_metadata = SimpleNamespace(
                 indexer_metadata=PagedIndexerMetadata(256, 64, call.page_table, call.seq_lens, use_topk_v2=False),
                 core_metadata=SimpleNamespace(
-                    positions=torch.arange(rows),
-                    c4_sparse_page_indices=torch.full((rows, TOP_K), -1, dtype=torch.int32),
+                    positions=torch.arange(rows, device=device),
+                    c4_sparse_page_indices=torch.full((rows, TOP_K), -1, dtype=torch.int32, device=device),
                     c4_sparse_raw_indices=None,
                 ),
             )
@@ -112,10 +120,14 @@ def forward_c4_indexer(call: IndexerCall) -> torch.Tensor:
 
     backend = Backend()
     layer = SimpleNamespace(use_fp4_indexer=False, layer_id=0, index_topk=TOP_K)
-    x = torch.empty(rows, 1)
-    backend.forward_c4_indexer(x, x, layer, SimpleNamespace(forward_mode=ForwardMode.DECODE))
-    selected: torch.Tensor = backend.forward_metadata.core_metadata.c4_sparse_page_indices
-    return selected
+    x, batch = torch.empty(rows, 1, device=device), SimpleNamespace(forward_mode=ForwardMode.DECODE)
+
+    def step() -> torch.Tensor:
+        backend.forward_c4_indexer(x, x, layer, batch)
+        selected: torch.Tensor = backend.forward_metadata.core_metadata.c4_sparse_page_indices
+        return selected
+
+    return step
 
 
 def expected_slots(call: IndexerCall) -> list[set[int]]:
