@@ -158,7 +158,7 @@ def _prepared_for(runner: Any, capture_bs: Any = None) -> None:
 
 def prepare_runner(runner: Any, capture_bs: Any = None, machine: Any = None) -> None:
     """Choose, make ready, let the ranks agree, and publish what this model runner will call."""
-    from dsv4tune.runtime import kernels, ranks, startup, switches
+    from dsv4tune.runtime import dispatch, kernels, ranks, startup, switches
     from dsv4tune.runtime import runner as reading
 
     global _rounds
@@ -176,7 +176,7 @@ def prepare_runner(runner: Any, capture_bs: Any = None, machine: Any = None) -> 
         failure = f"nothing is served: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         logger.warning("dsv4tune: %s", failure)
     found = prepared.found
-    digest = "failed" if failure else dispatch_digest(found)
+    digest = "failed" if failure else dispatch.digest(found)
     group = reading.ranks_of(runner)
     if group is not None:
         name = f"{group.ranks[0]}-{group.ranks[-1]}/{_rounds}"
@@ -187,7 +187,8 @@ def prepare_runner(runner: Any, capture_bs: Any = None, machine: Any = None) -> 
             return
     for key in kernels.TABLE.extend(found):
         logger.warning("dsv4tune: two models mean different heads by %s: the server's own kernel answers it", key)
-    _ours.update({"indexer": kernels.paged_mqa_logits, "mla_decode": kernels.sparse_mla_decode} if found else {})
+    ours = {"indexer": kernels.paged_mqa_logits, "mla_decode": kernels.sparse_mla_decode}
+    _ours.update({kernel: ours[kernel] for kernel, *_ in found})
     for kernel in decided.insist:
         if not any(key[0] == kernel for key in found) and not failure:
             logger.warning("dsv4tune: SGLANG_SM120_MMA_INDEXER=1, and no %s entry can be used", kernel)
@@ -239,9 +240,3 @@ def _served(arch: int, decided: Any) -> list[str]:
         else:
             found.append(kernel)
     return found
-
-
-def dispatch_digest(found: Any) -> str:
-    from dsv4tune.runtime.dispatch import digest
-
-    return digest(found)

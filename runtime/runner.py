@@ -19,9 +19,9 @@ class Ranks(NamedTuple):
 
 
 def is_dsv4(runner: Any) -> bool:
-    """Whether its attention layers are those of DeepSeek-V4."""
+    """Whether its model is a DeepSeek-V4, or a draft of one."""
     config = getattr(getattr(runner, "model_config", None), "hf_text_config", None)
-    return str(getattr(config, "model_type", "")).startswith("deepseek_v4") or bool(real_heads(runner))
+    return str(getattr(config, "model_type", "")).startswith("deepseek_v4")
 
 
 def real_heads(runner: Any) -> tuple[int, ...]:

@@ -160,11 +160,9 @@ class Book:
     def read(cls, silicon: Silicon, kernels: Sequence[str], database: Path | None, tell: Tell) -> Book:
         """The user's database first, then the shipped entries; what can't be read is left out, with a line each."""
         book = cls(silicon)
-        if database is not None and database.exists() and not database.is_file():
-            tell(f"{database} is no regular file: not used; name a database in $DSV4TUNE_DB")
-        elif database is not None and database.exists():
-            for op in kernels:
-                book.add((Found(entry, str(database)) for entry in usable_entries(database, op, silicon, tell)), tell)
+        for op in kernels if _is_there(database, tell) else ():
+            assert database is not None
+            book.add((Found(entry, str(database)) for entry in usable_entries(database, op, silicon, tell)), tell)
         for name, text in _shipped_files():
             try:
                 items = json.loads(text)["entries"]
@@ -250,6 +248,20 @@ class Book:
 def family(problem: Problem) -> str:
     """A problem without its rows."""
     return json.dumps({name: value for name, value in problem.to_json().items() if name != "rows"}, sort_keys=True)
+
+
+def _is_there(database: Path | None, tell: Tell) -> bool:
+    """None is no fault: not everyone has searched."""
+    try:
+        if database is None or not database.exists():
+            return False
+        if database.is_file():
+            return True
+        why = "is no regular file"
+    except OSError as error:
+        why = f"can't be looked at ({error.strerror})"
+    tell(f"{database} {why}: not used; name another database in $DSV4TUNE_DB")
+    return False
 
 
 def _parsed(items: Any, origin: str, tell: Tell) -> Iterator[Found]:
