@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: search test test-oldest setup clean
+.PHONY: search test test-oldest test-sglang setup clean
 
 search: setup
 	$(BIN)/dsv4tune search --kernel indexer $(ARGS)
@@ -25,6 +25,20 @@ test-oldest: .venv-oldest/.installed
 	.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check -c tests/constraints-oldest.txt -e '.[dev]'
 	touch $@
 
+# The plugin in SGLang's real code on a CPU, our kernels through the interpreter; Python 3.11 or newer.
+test-sglang: .venv-sglang/.installed
+	TRITON_INTERPRET=1 PYTHONPATH=tests/sglang/stubs .venv-sglang/bin/python -W ignore -m pytest -W ignore \
+	    tests/sglang $(ARGS)
+
+.venv-sglang/.installed: pyproject.toml tests/sglang/requirements.txt
+	$(PYTHON) -m venv .venv-sglang
+	.venv-sglang/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	.venv-sglang/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	    -r tests/sglang/requirements.txt sglang==0.5.23
+	.venv-sglang/bin/python -m pip install --quiet --disable-pip-version-check -c tests/sglang/requirements.txt \
+	    -e . 'pytest>=8.3'
+	touch $@
+
 setup: $(STAMP)
 
 # Editable, so that a clone runs what it holds. Takes the newest torch; only tests and CI pin one.
@@ -39,4 +53,4 @@ $(STAMP): pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-test .venv-oldest build dist src/*.egg-info
+	rm -rf $(VENV) .venv-test .venv-oldest .venv-sglang build dist src/*.egg-info

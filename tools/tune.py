@@ -23,12 +23,6 @@ from dsv4tune.tools.search import Proposer, Result, search
 from dsv4tune.tuned.records import Baseline, Range, Trial
 from dsv4tune.tuned.store import Store
 
-#: Requests of the graphs that SGLang 0.5.23 captures (model_executor's default sizes): up to 512, and up to 256 with
-#: speculative decoding, where a request has a row for each draft token.
-CAPTURED = (1, 2, 4, 8, 12, *range(16, 257, 8), *range(272, 513, 16))
-CAPTURED_DRAFTS = (*range(1, 9), *range(10, 33, 2), *range(40, 65, 4), *range(72, 257, 8))
-
-
 @dataclass(frozen=True)
 class Request:
     """What the command line asked for."""

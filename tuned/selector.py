@@ -1,25 +1,51 @@
-"""Which entry a problem gets: the user's database first, then the shipped catalogue."""
+"""Which entry a problem gets: exact, else one that serves a measured range of rows, else none; and why.
+
+A pure function of the files and the problem: every rank of a server makes the same choice.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from dsv4tune.codegen.problem import Problem
+from dsv4tune.codegen import ops
+from dsv4tune.codegen.devices import KB, Device
+from dsv4tune.codegen.problem import Problem, Silicon
+from dsv4tune.codegen.space import Config
+from dsv4tune.tuned.reader import usable_entries
 from dsv4tune.tuned.records import Catalogue, Entry
-from dsv4tune.tuned.store import Store
+
+if TYPE_CHECKING:
+    from dsv4tune.tuned.store import Store
+
+#: measured: timed on this silicon and faster than the server's own kernel; strict: with the running Triton and ptxas
+#: too; predicted: what only the cost model vouches for is taken as well.
+Policy = Literal["measured", "strict", "predicted"]
+POLICIES: tuple[Policy, ...] = ("measured", "strict", "predicted")
+
+#: What a measured entry must be faster by, as a share of the server's time: less is noise.
+MARGIN = 0.01
+
+Tell = Callable[[str], None]
+
+
+def _shipped_files() -> Iterator[tuple[str, bytes]]:
+    for folder in sorted(resources.files("dsv4tune.tuned").joinpath("configs").iterdir(), key=lambda f: f.name):
+        if folder.is_dir():
+            for file in sorted(folder.iterdir(), key=lambda f: f.name):
+                if file.name.endswith(".json"):
+                    yield f"{folder.name}/{file.name}", file.read_bytes()
 
 
 @lru_cache(maxsize=1)
 def shipped() -> tuple[Entry, ...]:
     """Every entry in ``tuned/configs/<device>/<op>.json``."""
-    found: list[Entry] = []
-    for folder in sorted(resources.files("dsv4tune.tuned").joinpath("configs").iterdir(), key=lambda f: f.name):
-        if folder.is_dir():
-            for file in sorted(folder.iterdir(), key=lambda f: f.name):
-                if file.name.endswith(".json"):
-                    found += Catalogue.model_validate_json(file.read_bytes()).entries
-    return tuple(found)
+    return tuple(entry for _, text in _shipped_files() for entry in Catalogue.model_validate_json(text).entries)
 
 
 def entry_for(problem: Problem, store: Store | None) -> Entry | None:
@@ -28,3 +54,246 @@ def entry_for(problem: Problem, store: Store | None) -> Entry | None:
     if best is not None:
         return Entry.of(best)
     return next((entry for entry in shipped() if entry.problem_key == problem.key), None)
+
+
+# -- for a server -----------------------------------------------------------------------------------------------
+
+
+class Found(NamedTuple):
+    """An entry and the file it lies in."""
+
+    entry: Entry
+    origin: str
+
+
+class Refused(NamedTuple):
+    """An entry that was considered, and what stands against it."""
+
+    found: Found
+    reason: str
+
+    def __str__(self) -> str:
+        entry = self.found.entry
+        rows, config = entry.problem["rows"], Config(entry.config)
+        what = f"rows={rows}, {entry.provenance}, {config.brief}"
+        return f"{self.found.origin}, {what}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What an entry is held against.
+
+    Attributes:
+        policy: what evidence is asked for.
+        baseline: the kernel that runs where no entry is chosen, by op; measured entries must have been timed beside it.
+        triton, ptxas: the running versions.
+    """
+
+    policy: Policy
+    baseline: Mapping[str, str]
+    triton: str
+    ptxas: str
+
+    def same_compiler(self, entry: Entry) -> bool:
+        return entry.environment.triton == self.triton and entry.environment.ptxas == self.ptxas
+
+    def refusal(self, entry: Entry, problem: Problem, width: int) -> str | None:
+        """Why this entry is no ground for replacing the server's kernel, or None."""
+        if entry.provenance == "predicted":
+            if self.policy != "predicted":
+                return "predicted, not measured (policy predicted would take it)"
+        else:
+            expected = self.baseline.get(problem.op, "")
+            if entry.baseline is None or entry.baseline.name != expected:
+                beside = "no server kernel" if entry.baseline is None else entry.baseline.name
+                return f"timed beside {beside}, and this server runs {expected or 'an unknown kernel'}"
+            if entry.score > 1.0 - MARGIN:
+                return f"not faster than {expected} by {MARGIN:.0%} ({entry.score:.3f} of its time)"
+        if self.policy == "strict" and not self.same_compiler(entry):
+            e = entry.environment
+            here = f"here are {self.triton} and {self.ptxas}"
+            return f"made with Triton {e.triton} and ptxas {e.ptxas}, {here} (policy strict)"
+        if _width(problem, width) > entry.range.width:
+            return f"tried up to {entry.range.width} columns, asked for {width}"
+        return None
+
+
+def _width(problem: Problem, width: int) -> int:
+    """Columns that the entry's range must hold; an MLA decode's are part of its problem."""
+    return width if problem.op == "indexer" else 0
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What one call shape gets.
+
+    Attributes:
+        entry: the chosen one, or None: the server's own kernel stays.
+        origin: the file of the entry.
+        why: one line: how the entry was found, or what stands against the first one that was considered.
+        considered: every entry that was refused before that.
+    """
+
+    problem: Problem
+    width: int
+    entry: Entry | None
+    origin: str
+    why: str
+    considered: tuple[Refused, ...] = ()
+
+    @property
+    def config(self) -> Config:
+        """In the op's order of words."""
+        assert self.entry is not None
+        words = ops.get(self.problem.op).words
+        return Config({word: self.entry.config[word] for word in words})
+
+
+@dataclass
+class Book:
+    """The entries of one silicon, by problem without rows, then by rows."""
+
+    silicon: Silicon
+    _families: dict[str, dict[int, list[Found]]] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, silicon: Silicon, kernels: Sequence[str], database: Path | None, tell: Tell) -> Book:
+        """The user's database first, then the shipped entries; what can't be read is left out, with a line each."""
+        book = cls(silicon)
+        if database is not None and database.exists() and not database.is_file():
+            tell(f"{database} is no regular file: not used; name a database in $DSV4TUNE_DB")
+        elif database is not None and database.exists():
+            for op in kernels:
+                book.add((Found(entry, str(database)) for entry in usable_entries(database, op, silicon, tell)), tell)
+        for name, text in _shipped_files():
+            try:
+                items = json.loads(text)["entries"]
+            except (ValueError, TypeError, KeyError) as error:
+                tell(f"shipped {name} can't be read ({error}): not used; reinstall dsv4tune")
+                continue
+            book.add(_parsed(items, f"shipped {name}", tell), tell)
+        return book
+
+    def add(self, found: Iterator[Found] | Sequence[Found], tell: Tell) -> None:
+        for one in found:
+            try:
+                problem = ops.problem_from_json(one.entry.problem)
+                if problem.silicon != self.silicon:
+                    continue
+                if problem.key != one.entry.problem_key:
+                    raise ValueError(f"its key is '{one.entry.problem_key}', its problem's '{problem.key}'")
+                missing = set(ops.get(problem.op).words) ^ set(one.entry.config)
+                if missing:
+                    raise ValueError(f"config words {', '.join(sorted(missing))} are of another dsv4tune")
+            except (ValueError, TypeError, KeyError) as error:
+                tell(f"{one.origin}: an entry can't be used ({str(error).splitlines()[0]}): left out")
+                continue
+            self._families.setdefault(family(problem), {}).setdefault(problem.rows, []).append(one)
+
+    def choose(self, problem: Problem, width: int, rules: Rules) -> Decision:
+        """The entry for a call shape, or the reason why there is none."""
+        by_rows = self._families.get(family(problem), {})
+        if problem.rows in by_rows:
+            return self._exact(problem, width, rules, by_rows[problem.rows])
+        below = max((rows for rows in by_rows if rows < problem.rows), default=None)
+        above = min((rows for rows in by_rows if rows > problem.rows), default=None)
+        if below is None or above is None:
+            held = ", ".join(str(rows) for rows in sorted(by_rows))
+            why = f"entries are for {held} rows, which don't enclose these" if held else "no entry for this silicon"
+            return Decision(problem, width, None, "", why)
+        return self._between(problem, width, rules, (by_rows[below], by_rows[above]))
+
+    def _exact(self, problem: Problem, width: int, rules: Rules, found: Sequence[Found]) -> Decision:
+        refused: list[Refused] = []
+        slow: set[str] = set()
+        for one in _ranked(found, rules):
+            config = Config(one.entry.config)
+            reason = rules.refusal(one.entry, problem, width) or _invalid(problem, one.entry)
+            if reason is None and config.key in slow:
+                reason = "timed before, and not faster then"
+            if reason is None:
+                why = "exact" + _other(one.entry, rules)
+                return Decision(problem, width, one.entry, one.origin, why, tuple(refused))
+            if one.entry.baseline is not None and one.entry.score > 1.0 - MARGIN:
+                slow.add(config.key)
+            refused.append(Refused(one, reason))
+        return Decision(problem, width, None, "", refused[0].reason, tuple(refused))
+
+    def _between(
+        self, problem: Problem, width: int, rules: Rules, ends: tuple[Sequence[Found], Sequence[Found]]
+    ) -> Decision:
+        """One config that is usable at both neighbouring row counts that were tried."""
+        usable: list[dict[tuple[str, bool], Found]] = []
+        refused: list[Refused] = []
+        for found in ends:
+            usable.append({})
+            for one in _ranked(found, rules):
+                at = ops.problem_from_json(one.entry.problem)
+                reason = rules.refusal(one.entry, at, width) or _invalid(problem, one.entry)
+                if reason is None:
+                    # Decode and prompts are timed over different calls: one says nothing of the other.
+                    usable[-1].setdefault((Config(one.entry.config).key, one.entry.range.causal), one)
+                else:
+                    refused.append(Refused(one, reason))
+        low, high = usable
+        rows = " and ".join(str(found[0].entry.problem["rows"]) for found in ends)
+        both = [key for key in low if key in high]
+        if not both:
+            return Decision(problem, width, None, "", f"no one config is usable at both {rows} rows", tuple(refused))
+        # The worse end speaks for what lies between.
+        key = min(both, key=lambda k: (max(low[k].entry.score, high[k].entry.score), k))
+        chosen = max((low[key], high[key]), key=lambda one: one.entry.score)
+        why = f"the same config at {rows} rows" + _other(chosen.entry, rules)
+        return Decision(problem, width, chosen.entry, chosen.origin, why, tuple(refused))
+
+
+def family(problem: Problem) -> str:
+    """A problem without its rows."""
+    return json.dumps({name: value for name, value in problem.to_json().items() if name != "rows"}, sort_keys=True)
+
+
+def _parsed(items: Any, origin: str, tell: Tell) -> Iterator[Found]:
+    for item in items:
+        try:
+            yield Found(Entry.model_validate(item), origin)
+        except ValueError as error:
+            tell(f"{origin}: an entry can't be read ({str(error).splitlines()[0]}): left out")
+
+
+def _ranked(found: Sequence[Found], rules: Rules) -> list[Found]:
+    """Files in their order; in each, measured before predicted, the running compiler's before another's, one beside the
+    server's kernel before one without, a wider range before a narrower, then the lowest score."""
+    order = list(dict.fromkeys(one.origin for one in found))
+
+    def rank(one: Found) -> tuple[Any, ...]:
+        e = one.entry
+        # What only predicted is no reason to pass over what another file measured.
+        return (
+            e.provenance != "measured",
+            order.index(one.origin),
+            not rules.same_compiler(e),
+            e.baseline is None,
+            -e.range.width,
+            -len(e.range.lengths),
+            e.score,
+            Config(e.config).key,
+        )
+
+    return sorted(found, key=rank)
+
+
+def _other(entry: Entry, rules: Rules) -> str:
+    e = entry.environment
+    return "" if rules.same_compiler(entry) else f", with Triton {e.triton} and ptxas {e.ptxas}"
+
+
+def _invalid(problem: Problem, entry: Entry) -> str | None:
+    """Why the space has no such config for these rows."""
+    d = entry.device
+    # An SM has 1 KB beside what one program may take.
+    card = Device(d.name, problem.silicon, problem.silicon.shared_bytes + KB, d.l2_bytes, 1.0, "its record")
+    try:
+        ops.get(problem.op).space(problem, card).check(entry.config)
+    except ValueError as error:
+        return str(error)
+    return None

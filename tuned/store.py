@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import platformdirs
 from sqlite_utils import Database, Migrations
 
+from dsv4tune.tuned.reader import default_path as default_path
+from dsv4tune.tuned.reader import open_read_only
 from dsv4tune.tuned.records import Range, Trial
 
 migrations = Migrations("dsv4tune")
@@ -21,11 +22,6 @@ migrations = Migrations("dsv4tune")
 
 class StoreError(Exception):
     """The database can't be used; one line that says what to do."""
-
-
-def default_path() -> Path:
-    """``$DSV4TUNE_DB``, else the user's data folder."""
-    return Path(os.environ.get("DSV4TUNE_DB") or platformdirs.user_data_path("dsv4tune") / "tuned.db")
 
 
 @migrations()
@@ -96,12 +92,7 @@ class Store:
             if not self.path.is_file():
                 raise StoreError(f"no database at {self.path}: run a search first, or name another with --db")
             try:
-                # In a folder that can't be written SQLite can't make a log's index; where no log lies, none is needed.
-                writable = os.access(self.path.absolute().parent, os.W_OK, effective_ids=True)
-                still = not writable and not Path(f"{self.path}-wal").exists()
-                uri = f"{self.path.absolute().as_uri()}?mode=ro" + ("&immutable=1" if still else "")
-                connection = sqlite3.connect(uri, uri=True, timeout=30)
-                self.db = Database(connection, execute_plugins=False)
+                self.db = Database(open_read_only(self.path, timeout=30), execute_plugins=False)
                 self._refuse_newer(self.db)
                 if migrations.pending(self.db):
                     raise StoreError(

@@ -50,6 +50,9 @@ class IndexerCall:
         _expect("seq_lens", self.seq_lens, torch.int32, (rows,))
         _expect("page_table", self.page_table, torch.int32, (rows, self.page_table.shape[-1]))
         _expect("logits", self.logits, torch.float32, (rows, width))
+        for name in ("kv", "weights", "seq_lens", "page_table", "logits"):
+            if getattr(self, name).device != self.q.device:
+                raise ValueError(f"{name} is on {getattr(self, name).device}, q on {self.q.device}")
         if width % page_size or width > self.page_table.shape[1] * page_size:
             raise ValueError(
                 f"width {width} must be whole pages of {page_size} that the table's {self.page_table.shape[1]} "

@@ -1,0 +1,129 @@
+"""What a server of given arguments will call: the problems to have ready before its graphs are captured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dsv4tune.codegen import ops
+from dsv4tune.codegen.problem import Problem, Silicon
+from dsv4tune.runtime.dispatch import Key
+from dsv4tune.runtime.kernels import key_of
+
+#: Requests of the graphs that SGLang 0.5.23 captures by default (model_executor's sizes): up to 512, and up to 256
+#: with speculative decoding, where a request has a row for each draft token.
+CAPTURED = (1, 2, 4, 8, 12, *range(16, 257, 8), *range(272, 513, 16))
+CAPTURED_DRAFTS = (*range(1, 9), *range(10, 33, 2), *range(40, 65, 4), *range(72, 257, 8))
+
+#: Heads that SGLang pads an MLA decode's query to, where the kernel behind it takes no fewer.
+PADDED_HEADS = 64
+#: Query heads of DeepSeek-V4-Flash, split over the ranks of an attention group.
+MODEL_HEADS = 64
+WINDOW, WINDOW_PAGE = 128, 256
+#: Tokens of a page of the server's table.
+TABLE_PAGE = 256
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """One shape of call.
+
+    Attributes:
+        problem: with the real heads.
+        width: columns of the call, for ops whose problem does not say.
+        shown: other head counts that the same call shows, padded ones.
+    """
+
+    problem: Problem
+    width: int
+    shown: tuple[int, ...] = ()
+
+    @property
+    def keys(self) -> list[Key]:
+        return [key_of(self.problem, self.width), *(key_of(self.problem, self.width, heads) for heads in self.shown)]
+
+
+@dataclass(frozen=True)
+class Server:
+    """The facts of a server that shapes follow from.
+
+    Attributes:
+        table_pages: columns of its page table, ``ceil((context + 4 + draft tokens) / 256)``.
+        rows: of decode and verify calls, those that are captured first of all.
+        prefill_rows: of prefill chunks.
+        heads: real query heads of a rank.
+        extras: page size and width of each compressed cache that some layer has; ``(0, 0)`` for layers without.
+        window: width and page size of the recent tokens' cache.
+    """
+
+    table_pages: int
+    rows: tuple[int, ...]
+    prefill_rows: tuple[int, ...]
+    heads: tuple[int, ...]
+    extras: tuple[tuple[int, int], ...]
+    window: tuple[int, int] = (WINDOW, WINDOW_PAGE)
+
+    @property
+    def columns(self) -> int:
+        """Of the indexer's logits."""
+        return self.table_pages * 64
+
+    def wanted(self, silicon: Silicon, kernels: Iterable[str]) -> list[Wanted]:
+        """Every call shape, by kernel and rows. A shape that an op doesn't serve is left out: it stays the server's."""
+        found: list[Wanted] = []
+        for rows in sorted({*self.rows, *self.prefill_rows}):
+            for kernel in kernels:
+                if kernel == "indexer":
+                    found += _served("indexer", rows, silicon, self.columns, (), {})
+                else:
+                    for heads in self.heads:
+                        shown = (PADDED_HEADS,) if heads < PADDED_HEADS else ()
+                        for page, width in self.extras:
+                            options = {
+                                "heads": heads, "width": self.window[0], "page_size": self.window[1],
+                                "extra_width": width, "extra_page_size": page,
+                            }  # fmt: skip
+                            found += _served("mla_decode", rows, silicon, width or self.window[0], shown, options)
+        return found
+
+
+def _served(
+    kernel: str, rows: int, silicon: Silicon, width: int, shown: tuple[int, ...], options: dict[str, Any]
+) -> list[Wanted]:
+    try:
+        return [Wanted(ops.get(kernel).problem(rows, silicon, **options), width, shown)]
+    except ValueError:
+        return []
+
+
+def table_pages(context: int, draft_tokens: int) -> int:
+    return -(-(context + 4 + draft_tokens) // TABLE_PAGE)
+
+
+def extras(table: int, topk: int = 512, ratios: Sequence[int] = (0, 4, 128)) -> tuple[tuple[int, int], ...]:
+    """Page size and width of each compression ratio's cache; a page of 256 tokens holds 64 entries, or 2."""
+    known = {0: (0, 0), 4: (64, topk), 128: (2, -(-2 * table // 64) * 64)}
+    return tuple(known[ratio] for ratio in ratios if ratio in known)
+
+
+def server(
+    context: int, tp: int = 8, draft_tokens: int = 0, rows: Sequence[int] | None = None, chunk: int = 0, topk: int = 512
+) -> Server:
+    """A server by its arguments, as `explain` and `warm` are told them.
+
+    Args:
+        context: tokens.
+        tp: ranks that share the model's 64 query heads.
+        rows: of calls; what SGLang captures by default unless given.
+        chunk: rows of a prefill chunk, 0 for none.
+
+    Raises:
+        ValueError: heads that can't be shared by so many ranks.
+    """
+    if MODEL_HEADS % tp:
+        raise ValueError(f"--tp {tp} doesn't divide the model's {MODEL_HEADS} heads")
+    if rows is None:
+        rows = [size * draft_tokens for size in CAPTURED_DRAFTS] if draft_tokens > 1 else CAPTURED
+    table = table_pages(context, draft_tokens)
+    return Server(table, tuple(rows), (chunk,) if chunk else (), (MODEL_HEADS // tp,), extras(table, topk))

@@ -1,0 +1,1 @@
+from torchvision import __getattr__ as __getattr__

@@ -1,0 +1,117 @@
+"""What a server of given arguments would choose and why, and compiling it all beforehand; no server is needed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dsv4tune.codegen import devices
+from dsv4tune.codegen.devices import Device
+from dsv4tune.codegen.render import cache_folder
+from dsv4tune.runtime import compilers, startup, targets
+from dsv4tune.runtime.compilers import Job
+from dsv4tune.runtime.wanted import Server, Wanted
+from dsv4tune.tuned.reader import default_path
+from dsv4tune.tuned.selector import Decision, Policy
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asked for; `database` None for the one that a server would read."""
+
+    server: Server
+    kernels: Sequence[str]
+    card: Device
+    policy: Policy
+    database: Path | None = None
+
+    @property
+    def path(self) -> Path:
+        return self.database or default_path()
+
+
+def card_for(device: str | None, target: str | None) -> Device:
+    """The named card, else the GPU here.
+
+    Raises:
+        ValueError: unknown words, or neither.
+    """
+    if device is not None or target is not None:
+        return devices.named(device, target)
+    found = devices.here()
+    if found is None:
+        raise ValueError("no NVIDIA GPU here: name a card with --device or --target")
+    return found
+
+
+def decide(request: Request, say: Say) -> list[tuple[Wanted, Decision]]:
+    """The choice for every call shape, by the rules that a server here would go by.
+
+    Raises:
+        ValueError: no kernel serves these arguments, or a database was named that is not there.
+    """
+    silicon = request.card.silicon
+    wanted = request.server.wanted(silicon, request.kernels)
+    if not wanted:
+        raise ValueError("no kernel serves a server of these arguments: check --rows and --context")
+    if request.database is not None and not request.database.exists():
+        raise ValueError(f"no database at {request.database}: name another with --db, or leave --db out")
+    rules = startup.rules_here(request.policy, silicon, targets.baselines(silicon.arch))
+    return startup.choose(wanted, rules, request.path, say)
+
+
+def explain(request: Request, say: Say) -> list[dict[str, Any]]:
+    """One item for each call shape: the entry that would be chosen, or why none, and what was refused before it."""
+    found = []
+    for wanted, decision in decide(request, say):
+        entry = decision.entry
+        chosen = None
+        if entry is not None:
+            chosen = {
+                "config": dict(decision.config),
+                "origin": decision.origin,
+                "provenance": entry.provenance,
+                "times_us": dict(sorted(entry.times_us.items())),
+                "score": entry.score,
+                "yardstick": entry.yardstick,
+                "baseline": entry.baseline.model_dump() if entry.baseline is not None else None,
+                "environment": entry.environment.model_dump(),
+            }
+        found.append(
+            {
+                "problem": {**wanted.problem.to_json(), "key": wanted.problem.key},
+                "width": wanted.width,
+                "chosen": chosen,
+                "why": decision.why,
+                "refused": [str(refused) for refused in decision.considered],
+            }
+        )
+    return found
+
+
+def warm(request: Request, jobs: int, say: Say) -> dict[str, Any]:
+    """Compile what would be chosen into the cache that servers of this user read.
+
+    Returns:
+        Shapes, those with an entry, texts compiled, and those that failed by their variant's source name.
+    """
+    started = time.monotonic()
+    decisions = decide(request, say)
+    work = [Job.of(wanted.problem, decision.config) for wanted, decision in decisions if decision.entry is not None]
+    known = sum(compilers.known_report(job) is not None for job in {job.source.sha: job for job in work}.values())
+    outcomes = compilers.compile_all(work, jobs)
+    names = {job.source.sha: job.source.name for job in work}
+    return {
+        "shapes": len(decisions),
+        "with_entry": len(work),
+        "texts": len(outcomes),
+        "known": known,
+        "failed": {names[sha]: why for sha, why in outcomes.items() if isinstance(why, str)},
+        "seconds": round(time.monotonic() - started, 2),
+        "cache": str(cache_folder()),
+    }
