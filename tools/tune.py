@@ -23,6 +23,7 @@ from dsv4tune.tools.search import Proposer, Result, search
 from dsv4tune.tuned.records import Baseline, Range, Trial
 from dsv4tune.tuned.store import Store
 
+
 @dataclass(frozen=True)
 class Request:
     """What the command line asked for."""

@@ -44,7 +44,7 @@ _WAYS: tuple[_Branch, ...] = (
         **_PLAIN,
         "convert": ("late",),
         "operand_order": ("kq",),
-        "heads_per_program": (8,),
+        "heads_per_program": (8, 16),
         "load": ("pointer",),
         "num_warps": (4,),
         "num_stages": (1,),
@@ -297,9 +297,10 @@ class MlaDecode(Op[MlaDecodeProblem, MlaDecodeCall]):
     # -- checking and timing ------------------------------------------------------------------------------------
 
     def small(self, problem: MlaDecodeProblem) -> tuple[MlaDecodeProblem, int]:
-        # Widths are no part of the source.
+        # Widths are no part of the source; programs take their time there, and a row of many heads has many.
         extra_width = min(problem.extra_width, 128)
-        small = replace(problem, rows=min(problem.rows, 5), width=64, extra_width=extra_width)
+        rows = min(problem.rows, 5 if problem.heads <= 16 else 2)
+        small = replace(problem, rows=rows, width=64, extra_width=extra_width)
         return small, extra_width or small.width
 
     def cases(
@@ -512,8 +513,8 @@ def _refuse_tile(problem: MlaDecodeProblem, config: Config) -> Refusal:
     if config["convert"] == "late":
         if ahead:
             return "converted late, a tile has two layouts in shared memory, and Triton's pipeliner copies for one"
-        if config["operand_order"] == "qk" or config.int("heads_per_program") > 8 or config.int("block_t") > 32:
-            return "converted late: tokens as rows, 8 heads and up to 32 tokens, else it fills the registers"
+        if config["operand_order"] == "qk" or config.int("heads_per_program") > 16 or config.int("block_t") > 32:
+            return "converted late: tokens as rows, up to 16 heads and 32 tokens, else it spills"
         if config.int("num_warps") != 4 or (problem.extra_width and config["loop"] == "apart"):
             return "converted late: 4 warps and one loop, as one design to compare with"
     need = shared_bytes(config)
@@ -543,8 +544,10 @@ def _refuse_splits(problem: MlaDecodeProblem, config: Config) -> Refusal:
     if 2 * programs <= sms and 4 * splits <= most:
         return f"{programs} programs leave at least half of {sms} SMs idle"
     to_combine = combine_programs(problem, config)
-    if to_combine > 8 * sms and config["combine"] != _COMBINES[-1]:
-        return f"{to_combine} programs to combine are more than 8 for each of {sms} SMs"
+    # The next shape makes a fourth of these programs, and the one after it half.
+    many = {"1x128": 8, "1x512": 6}.get(str(config["combine"]), to_combine)
+    if to_combine > many * sms:
+        return f"{to_combine} programs to combine are more than {many} for each of {sms} SMs: larger ones"
     if to_combine < 2 * sms and config["combine"] != _COMBINES[0]:
         return f"{to_combine} programs to combine are fewer than 2 for each of {sms} SMs"
     if (config["pdl"] != "off") != (problem.silicon.arch >= 90):
