@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from dsv4tune.codegen.ops.indexer import PREFILL_ROWS
 from dsv4tune.codegen.ops.indexer_call import IndexerCall
 from dsv4tune.codegen.ops.mla_decode_call import HEAD_DIM, MlaDecodeCall
 from dsv4tune.codegen.problem import Problem
@@ -32,19 +33,18 @@ class UnservedCallError(ValueError):
     """A tensor of the call is not what the kernels take."""
 
 
-def indexer_key(rows: int, heads: int, width: int) -> Key:
-    return ("indexer", rows, heads, width)
-
-
 def mla_decode_key(rows: int, heads: int, width: int, page: int, extra_width: int, extra_page: int) -> Key:
     return ("mla_decode", rows, heads, (width, page, extra_width, extra_page))
 
 
 def key_of(problem: Any, width: int, heads: int | None = None) -> Key:
-    """Where a problem's calls look; `heads` are those that the call shows, if other than the real ones."""
+    """Where a problem's calls look; `heads` are those that the call shows, if other than the real ones.
+
+    An indexer's `width` of 0 means prompts, whose tables are as wide as they are long.
+    """
     shown = heads or problem.heads
     if problem.op == "indexer":
-        return indexer_key(problem.rows, shown, width)
+        return ("indexer", problem.rows, shown, width or None)
     p = problem
     return mla_decode_key(p.rows, shown, p.width, p.page_size, p.extra_width, p.extra_page_size)
 
@@ -80,7 +80,9 @@ def paged_mqa_logits(
     """
     rows = q_fp8.shape[0]
     variant = TABLE.find(("indexer", rows, heads or q_fp8.shape[-2], max_seq_len))
-    if variant is None:
+    if variant is None and rows >= PREFILL_ROWS:
+        variant = TABLE.find(("indexer", rows, heads or q_fp8.shape[-2], None))
+    if variant is None or max_seq_len > variant.width:
         raise NotReadyError(f"indexer: nothing is ready for {rows} rows of {max_seq_len} columns")
     if clean_logits:
         raise UnservedCallError("indexer: clean_logits=True is not served, and no consumer needs it")

@@ -66,6 +66,7 @@ class Variant:
         Scratch memory is the variant's own, or a part of `arena`.
         """
         self.op, self.problem, self.config, self.source_sha = op, problem, config, source_sha
+        self.width = width
         self.plan: Plan = op.plan(problem, config, width)
         self.scratch = (arena or Arena(device, scratch_bytes(self.plan))).take(self.plan)
         self._recipes: dict[Any, list[_Recipe]] = {}

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from dsv4tune.codegen import devices, ops
 from dsv4tune.codegen.compile import Kernel, Report, compile_source, first_line, ptxas_version
 from dsv4tune.codegen.op import Op
+from dsv4tune.codegen.ops.indexer import PREFILL_ROWS
 from dsv4tune.codegen.problem import Problem, Silicon
 from dsv4tune.codegen.space import Config
 from dsv4tune.runtime import compilers, kernels
@@ -103,18 +104,21 @@ def prepare(
 
     Args:
         problems: as ``dsv4tune.codegen.ops.get(kernel).problem(rows, silicon, ...)`` makes them.
-        width: columns of the indexer's logits (64 for each page of the server's table); an MLA decode has its own.
+        width: columns of the indexer's logits, 64 for each page of the server's table. An MLA decode has its own; 0
+            for prompts of 1,024 rows and more, which have any.
         policy: what evidence an entry needs: measured, strict or predicted.
         database: read before the shipped entries; ``$DSV4TUNE_DB`` or the user's own unless given.
 
     Raises:
-        ValueError: an unknown policy, or problems of different silicon.
+        ValueError: an unknown policy, problems of different silicon, or an indexer's without a width.
     """
     if policy not in POLICIES:
         raise ValueError(f"unknown policy '{policy}': use one of {', '.join(POLICIES)}")
     wanted = [Wanted(problem, width) for problem in problems]
     if len({w.problem.silicon for w in wanted}) > 1:
         raise ValueError("problems of different silicon: prepare those of the current GPU")
+    if not width and any(w.problem.op == "indexer" and w.problem.rows < PREFILL_ROWS for w in wanted):
+        raise ValueError("an indexer's problem needs width, the columns of its logits")
     if not wanted:
         return []
     silicon = wanted[0].problem.silicon
@@ -145,7 +149,8 @@ def make_ready(decisions: Sequence[tuple[Wanted, Decision]], rules: Rules, machi
             except Exception as error:
                 failed[number] = f"can't be rendered: {first_line(error)}"
     outcomes = machine.compile(list(jobs.values()))
-    ready = _Ready(machine, [plan_bytes(job, decisions[number][0].width) for number, job in jobs.items()])
+    widths = {number: _columns(*decisions[number]) for number in jobs}
+    ready = _Ready(machine, [plan_bytes(job, widths[number]) for number, job in jobs.items()])
     prepared = Prepared()
     for number, (wanted, decision) in enumerate(decisions):
         variant, reason, note = None, failed.get(number, decision.why), ""
@@ -153,9 +158,24 @@ def make_ready(decisions: Sequence[tuple[Wanted, Decision]], rules: Rules, machi
             outcome = outcomes.get(jobs[number].source.sha, "not compiled")
             reason, note = _compared(outcome, decision.entry, jobs[number], rules)
             if not reason:
-                variant, reason = ready.variant(jobs[number], wanted.width)
+                reason = _depends_on_columns(jobs[number], widths[number]) if not wanted.width else ""
+            if not reason:
+                variant, reason = ready.variant(jobs[number], widths[number])
         prepared.choices.append(Choice(wanted, decision, variant, reason, note))
     return prepared
+
+
+def _columns(wanted: Wanted, decision: Decision) -> int:
+    """That a variant is planned for: the call's, or, for prompts, the most that its entry was timed over."""
+    assert decision.entry is not None
+    return wanted.width or decision.entry.range.width
+
+
+def _depends_on_columns(job: Job, most: int) -> str:
+    op = ops.get(job.problem.op)
+    if op.plan(job.problem, job.config, 64) == op.plan(job.problem, job.config, most):
+        return ""
+    return "its launch depends on the columns, which differ from prompt to prompt"
 
 
 def plan_bytes(job: Job, width: int) -> int:
@@ -253,7 +273,7 @@ def lines(choices: Sequence[Choice]) -> list[tuple[int, str]]:
         group = (problem.op, shape, choice.wanted.width, _level(choice), _said(choice))
         groups.setdefault(group, []).append(problem.rows)
     return [
-        (level, f"{op} {span(rows)}, {width} columns ({shape}): {said}")
+        (level, f"{op} {span(rows)}, {width or 'any'} columns ({shape}): {said}")
         for (op, shape, width, level, said), rows in groups.items()
     ]
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsv4tune.codegen import ops
+from dsv4tune.codegen.ops.indexer import PREFILL_ROWS
 from dsv4tune.codegen.problem import Problem, Silicon
 from dsv4tune.runtime.dispatch import Key
 from dsv4tune.runtime.kernels import key_of
@@ -31,7 +32,7 @@ class Wanted:
 
     Attributes:
         problem: with the real heads.
-        width: columns of the call, for ops whose problem does not say.
+        width: columns of the call, for ops whose problem does not say; 0 for prompts, which have any.
         shown: other head counts that the same call shows, padded ones.
     """
 
@@ -75,7 +76,9 @@ class Server:
         for rows in sorted({*self.rows, *self.prefill_rows}):
             for kernel in kernels:
                 if kernel == "indexer":
-                    found += _served("indexer", rows, silicon, self.columns, (), {})
+                    # A prompt's table is as wide as the prompt: its launch must not depend on that.
+                    width = self.columns if rows in self.rows or rows < PREFILL_ROWS else 0
+                    found += _served("indexer", rows, silicon, width, (), {})
                 else:
                     for heads in self.heads:
                         shown = (PADDED_HEADS,) if heads < PADDED_HEADS else ()

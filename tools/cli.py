@@ -355,7 +355,7 @@ def explain_command(
         return
     for one in found:
         chosen = one["chosen"]
-        typer.echo(f"{one['problem']['key']}, {one['width']} columns")
+        typer.echo(f"{one['problem']['key']}, {one['width'] or 'any'} columns")
         if chosen is None:
             typer.echo(f"  the server's own kernel stays: {one['why']}")
         else:

@@ -16,6 +16,7 @@ from dsv4tune.codegen import ops
 from dsv4tune.codegen.ops import indexer_check, mla_decode_check
 from dsv4tune.codegen.ops.mla_decode_call import MlaDecodeCall
 from dsv4tune.runtime import NotReadyError, kernels, paged_mqa_logits, plugin, prepare, sparse_mla_decode
+from dsv4tune.tuned.records import Range
 
 
 def prepared(database: Path, runner: Any = None, **entry: Any) -> None:
@@ -96,7 +97,42 @@ def test_prepare_refuses_what_makes_no_sense() -> None:
     other = ops.get("indexer").problem(1, serving.DEVICES["h200"].silicon)
     with pytest.raises(ValueError, match="different silicon"):
         prepare([serving.problem_of("indexer"), other], WIDTH)
+    with pytest.raises(ValueError, match="needs width"):
+        prepare([serving.problem_of("indexer")])
     assert prepare([]) == []
+
+
+def test_a_prompts_chunk_is_served_whatever_its_columns(database: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Up to those that its entry was timed over; a launch that depends on them is none for prompts."""
+    rows, op = 1024, ops.get("indexer")
+    problem: Any = serving.problem_of("indexer", rows)
+    independent = op.default(problem, serving.CARD).with_(schedule="split", splits=1, programs_per_sm=0)
+    over = Range(width=2048, lengths=[2048], weights=[1.0], causal=True)
+    runner = serving.model_runner(server_args=SimpleNamespace(chunked_prefill_size=rows))
+    serving.write_entry(database, rows=rows, config=dict(independent), range=over)
+    plugin.prepare_runner(runner, [ROWS], FakeMachine())
+    variant = kernels.TABLE.find(("indexer", rows, 64, None))
+    assert variant is not None and variant.width == 2048
+    call = serving.indexer_call([5] * rows)
+    arguments = serving.indexer_arguments(call)
+    for width in (WIDTH, 640):
+        got = paged_mqa_logits(*[*arguments[:6], width, False])
+        want = indexer_check.reference(problem, call, rows - 1, 5)[0]
+        torch.testing.assert_close(got[-1, :5].double(), want, rtol=1e-6, atol=1e-6)
+    with pytest.raises(NotReadyError):
+        paged_mqa_logits(*[*arguments[:6], 2112, False])
+
+
+def test_a_launch_that_depends_on_the_columns_is_none_for_prompts(
+    database: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = 1024
+    over = Range(width=2048, lengths=[2048], weights=[1.0], causal=True)
+    serving.write_entry(database, rows=rows, range=over)  # a page grid
+    runner = serving.model_runner(server_args=SimpleNamespace(chunked_prefill_size=rows))
+    plugin.prepare_runner(runner, [ROWS], FakeMachine())
+    assert kernels.TABLE.find(("indexer", rows, 64, None)) is None
+    assert any("differ from prompt to prompt" in record.message for record in caplog.records)
 
 
 def test_a_draft_model_extends_the_table_and_replaces_nothing(database: Path) -> None:

@@ -38,7 +38,8 @@ def test_draft_tokens_multiply_rows() -> None:
 
 def test_prefill_chunks_are_wanted_too() -> None:
     found = wanted.server(131_072, rows=[1], chunk=8192).wanted(SILICON, ["indexer"])
-    assert [one.problem.rows for one in found] == [1, 8192]
+    assert [(one.problem.rows, one.width) for one in found] == [(1, 32_832), (8192, 0)]
+    assert found[1].keys == [("indexer", 8192, 64, None)]
 
 
 def test_ranks_that_do_not_divide_the_heads() -> None:
