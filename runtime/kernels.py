@@ -78,10 +78,10 @@ def paged_mqa_logits(
         NotReadyError: nothing is ready for these rows and columns; call `prepare` first.
         UnservedCallError: a tensor's shape, dtype, stride, device or alignment is not as above.
     """
-    rows = q_fp8.shape[0]
-    variant = TABLE.find(("indexer", rows, heads or q_fp8.shape[-2], max_seq_len))
+    rows, _, shown, _ = q_fp8.shape
+    variant = TABLE.find(("indexer", rows, heads or shown, max_seq_len))
     if variant is None and rows >= PREFILL_ROWS:
-        variant = TABLE.find(("indexer", rows, heads or q_fp8.shape[-2], None))
+        variant = TABLE.find(("indexer", rows, heads or shown, None))
     if variant is None or max_seq_len > variant.width:
         raise NotReadyError(f"indexer: nothing is ready for {rows} rows of {max_seq_len} columns")
     if clean_logits:
@@ -147,22 +147,22 @@ def sparse_mla_decode(
         NotReadyError: nothing is ready for this shape; call `prepare` first.
         UnservedCallError: a tensor's shape, dtype, stride, device or alignment is not as above.
     """
-    extra = (0, 0)
-    if extra_k_cache is not None and extra_indices_in_kvcache is not None:
-        extra = (extra_indices_in_kvcache.shape[-1], extra_k_cache.shape[1])
-    rows, shown = q.shape[0], q.shape[-2]
-    form = (indices.shape[-1], k_cache.shape[1], *extra)
+    rows, _, shown, _ = q.shape
+    if extra_k_cache is None or extra_indices_in_kvcache is None:
+        form = (indices.shape[-1], k_cache.shape[1], 0, 0)
+    else:
+        form = (indices.shape[-1], k_cache.shape[1], extra_indices_in_kvcache.shape[-1], extra_k_cache.shape[1])
     variant = TABLE.find(("mla_decode", rows, heads or shown, form))
     if variant is None:
         raise NotReadyError(
             f"mla_decode: nothing is ready for {rows} rows of {heads or shown} heads, window {form[0]} in pages of "
             f"{form[1]}, extra {form[2]} in pages of {form[3]}"
         )
-    if not theirs.keys() <= _FLASH_MLA:
+    if theirs and not theirs.keys() <= _FLASH_MLA:
         raise UnservedCallError(f"mla_decode: unknown arguments {', '.join(sorted(theirs.keys() - _FLASH_MLA))}")
     if head_dim_v != HEAD_DIM:
         raise UnservedCallError(f"mla_decode: head_dim_v is {head_dim_v}, not {HEAD_DIM}")
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = torch.empty_like(q)
     tensors = (q, k_cache, indices, topk_length, extra_k_cache, extra_indices_in_kvcache, extra_topk_length, attn_sink)
     scale = _SCALE if softmax_scale is None else softmax_scale
     try:

@@ -264,8 +264,9 @@ def test_an_eager_call_adds_little(card: Device) -> None:
     """Host time over launching the same compiled kernel with its arguments made: the output's allocation included."""
     bound = {}
     for held in (HeldIndexer(64, card), HeldMla(64, card, (64, 512), 64)):
-        key = next(k for k in kernels.TABLE.ready if k[0] == held.problem.op and k[1] == 64)
-        launch = kernels.TABLE.ready[key].prepared(held.call if isinstance(held, HeldMla) else held._case(1))
+        launch = kernels.TABLE.ready[kernels.key_of(held.problem, WIDTH)].prepared(
+            held.call if isinstance(held, HeldMla) else held._case(1)
+        )
         spent = {}
         for name, run in (("launch", launch), ("call", held.run)):
             rounds = []
