@@ -24,6 +24,9 @@ _PACKED = re.compile(
 _OF_THREE = re.compile(
     r"(?P<guard>@!?%\w+\s+)?\b(?P<name>(?:max|min)(?:\.ftz)?(?:\.NaN)?\.f32)\s+(?P<operands>[^;,]+(?:,[^;,]+){3});"
 )
+_FP8_TO_BF16 = re.compile(
+    r"(?P<guard>@!?%\w+\s+)?\bcvt\.rn\.bf16x2\.(?P<kind>e[45]m[32])x2\s+(?P<target>%\w+),\s*(?P<source>%\w+);"
+)
 _TARGET_LINE = re.compile(r"^\.target\s+sm_\w+", re.MULTILINE)
 _ERROR = re.compile(r"(?:, (?P<line>line \d+))?\s*; (?:error|fatal)\s*: (?P<text>.+)")
 
@@ -57,7 +60,8 @@ def hopper_ptx(ptx: str) -> str:
     """
     if "kind::mx" in ptx:
         raise CompileError(f"block-scaled MMA can't be run as {TARGET}, which has no such instruction")
-    text, targets = _TARGET_LINE.subn(f".target {TARGET}", _OF_THREE.sub(_two_by_two, unpack_f32x2(ptx)))
+    text = _FP8_TO_BF16.sub(_by_f16, _OF_THREE.sub(_two_by_two, unpack_f32x2(ptx)))
+    text, targets = _TARGET_LINE.subn(f".target {TARGET}", text)
     if targets != 1:
         raise CompileError(f"PTX with {targets} .target lines: expected one")
     return text
@@ -95,6 +99,21 @@ def _two_by_two(extreme: re.Match[str]) -> str:
     guard, name = extreme["guard"] or "", extreme["name"]
     lines = [".reg .f32 %first;", f"{name} %first, {sources[0]}, {sources[1]};"]
     return "{\n\t" + "\n\t".join([*lines, f"{guard}{name} {target}, %first, {sources[2]};"]) + "\n\t}"
+
+
+def _by_f16(conversion: re.Match[str]) -> str:
+    """Two fp8 values to bf16, which sm_100 and newer do at once: every one of them is exact in f16 and in bf16."""
+    guard, source = conversion["guard"] or "", conversion["source"]
+    lines = [
+        ".reg .b32 %both;",
+        ".reg .f16 %half<2>;",
+        ".reg .f32 %wide<2>;",
+        f"cvt.rn.f16x2.{conversion['kind']}x2 %both, {source};",
+        "mov.b32 {%half0, %half1}, %both;",
+        *(f"cvt.f32.f16 %wide{n}, %half{n};" for n in (0, 1)),
+        f"{guard}cvt.rn.bf16x2.f32 {conversion['target']}, %wide1, %wide0;",
+    ]
+    return "{\n\t" + "\n\t".join(lines) + "\n\t}"
 
 
 def assemble(ptx: str) -> bytes:

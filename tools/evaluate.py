@@ -25,8 +25,8 @@ from dsv4tune.tuned.records import Baseline, DeviceRecord, Environment, Range, R
 #: Tag of the jobs that only start a process.
 WARM = "warm"
 
-#: Seconds that one compile, and one check with its timing, may take.
-COMPILE_LIMIT_S, JUDGE_LIMIT_S = 60.0, 120.0
+#: Seconds that one compile, one check with its timing, and one check in the interpreter may take.
+COMPILE_LIMIT_S, JUDGE_LIMIT_S, INTERPRET_LIMIT_S = 60.0, 120.0, 300.0
 
 
 @dataclass
@@ -45,7 +45,8 @@ class Pools:
         if on_gpu:
             return cls(compilers, Pool(1, JUDGE_LIMIT_S, cache), True)
         interpret = {**cache, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
-        return cls(compilers, Pool(jobs, JUDGE_LIMIT_S, interpret), False)
+        # A process a core: products this small are slower on more threads.
+        return cls(compilers, Pool(jobs, INTERPRET_LIMIT_S, {**interpret, "OPENBLAS_NUM_THREADS": "1"}), False)
 
     def warm(self) -> None:
         """Compilers import Triton, which takes seconds, while the caller prepares its inputs."""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from dsv4tune.codegen import ops
 from dsv4tune.codegen.compile import CompileError, Kernel, compile_source, nvidia_tools
 from dsv4tune.codegen.devices import Device
 from dsv4tune.codegen.ops.indexer import Indexer, IndexerProblem
@@ -119,6 +120,17 @@ def test_the_extreme_of_three_becomes_two(name: str, guard: str) -> None:
     assert f"{name} %f4, %f1, %f2;" in hopper_ptx(MODULE.format(instruction=f"{registers} {name} %f4, %f1, %f2;"))
 
 
+@pytest.mark.parametrize("kind", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("guard", ["", "@!%p1 "])
+def test_fp8_becomes_bf16_by_way_of_f16(kind: str, guard: str) -> None:
+    registers = ".reg .b16 %rs<3>; .reg .b32 %r<3>; mov.b64 {%r1, %r2}, %rd2; mov.b32 {%rs1, %rs2}, %r1;"
+    instruction = f"{registers} {guard}cvt.rn.bf16x2.{kind}x2 %r2, %rs1; mov.b64 %rd4, {{%r1, %r2}};"
+    text = hopper_ptx(MODULE.format(instruction=instruction))
+    # The upper half of a pair is named first.
+    assert f"cvt.rn.f16x2.{kind}x2 %both, %rs1;" in text and f"{guard}cvt.rn.bf16x2.f32 %r2, %wide1, %wide0;" in text
+    assert assemble(text)
+
+
 def test_other_text_stays() -> None:
     text = "\tfma.rn.f32 \t%r1, %r2, %r3, %r4;\n\tmov.b64 \t%rd1, {%r1, %r2};\n"
     assert unpack_f32x2(text) == text
@@ -152,6 +164,16 @@ def test_every_design_assembles(indexer: Indexer, card: Device) -> None:
         assert launcher.kernel != kernel.compiled["kernel"].kernel
         assert kernel.compiled["kernel"].asm["ptx"] == original
     assert packed
+
+
+@pytest.mark.parametrize("heads", [8, 16, 64])
+def test_defaults_of_mla_decode_assemble(card: Device, heads: int) -> None:
+    op = ops.get("mla_decode")
+    problem = op.problem(16, card.silicon, heads=heads)
+    config = op.default(problem, card)
+    launchers = retarget(compile_source(render(op, problem, config), op.arguments(problem, config), card.silicon))
+    assert launchers.keys() == {"kernel", "combine"}
+    assert all(".target sm_90a" in launcher.asm["ptx"] for launcher in launchers.values())
 
 
 def test_the_binary_is_for_hopper(indexer: Indexer, card: Device, tmp_path: Any) -> None:
