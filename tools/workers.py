@@ -21,6 +21,8 @@ from dsv4tune.codegen.compile import first_line
 
 #: From linux/prctl.h: the signal that the kernel sends when the parent dies.
 _PR_SET_PDEATHSIG = 1
+#: What a worker says when it takes a job up.
+_BEGUN = "begun"
 
 
 class Poisoned(Exception):
@@ -45,6 +47,10 @@ class _Worker:
     tag: Any = None
     started: float = 0.0
     busy: bool = False
+    job: Any = None
+    #: Whether its process has taken the job up, and has answered one before.
+    begun: bool = False
+    answered: bool = False
 
 
 @dataclass
@@ -93,9 +99,9 @@ class Pool:
                 if len(self._workers) >= self.size:
                     return
                 idle = self._spawn()
-            tag, function, arguments = self._queue.popleft()
-            idle.tag, idle.started, idle.busy = tag, time.monotonic(), True
-            # One that dies now has a closed pipe, which is answered as such.
+            idle.job = tag, function, arguments = self._queue.popleft()
+            idle.tag, idle.started, idle.busy, idle.begun = tag, time.monotonic(), True, False
+            # One that dies now has a closed pipe, which is seen as such.
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 idle.pipe.send((function.__module__, function.__qualname__, arguments))
 
@@ -147,11 +153,16 @@ class Pool:
             worker.process.join(5)
             code = worker.process.exitcode
             how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"status {code}"
-            answer = Answer(worker.tag, "died", reason=f"its process ended with {how}", seconds=seconds)
-            busy = worker.busy
             self._discard(worker)
-            return answer if busy else None
-        worker.busy = False
+            if worker.answered and not worker.begun:
+                # It was dying already when the job was sent: that is another's to do.
+                self._queue.appendleft(worker.job)
+                return None
+            return Answer(worker.tag, "died", reason=f"its process ended with {how}", seconds=seconds)
+        if kind == _BEGUN:
+            worker.begun = True
+            return None
+        worker.busy, worker.answered = False, True
         if kind == "poisoned":
             self._discard(worker)
             kind = "died"
@@ -192,6 +203,10 @@ def _serve(pipe: Connection, environment: dict[str, str], nice: int) -> None:
         try:
             module, name, arguments = pipe.recv()
         except (EOFError, ConnectionResetError):
+            return
+        try:
+            pipe.send((_BEGUN, None, ""))
+        except (BrokenPipeError, ConnectionResetError):
             return
         try:
             function = getattr(importlib.import_module(module), name)

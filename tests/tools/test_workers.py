@@ -115,6 +115,16 @@ def test_a_process_that_died_idle_is_no_fault_of_the_next_job(pool: Pool) -> Non
     assert all_of(pool)["after"].value == 42
 
 
+def test_a_process_that_dies_before_it_takes_a_job_up_leaves_it_to_another(pool: Pool) -> None:
+    pool.size = 1
+    pool.submit("before", jobs.pid)
+    before = all_of(pool)["before"].value
+    os.kill(before, signal.SIGSTOP)
+    pool.submit("after", jobs.double, 21)
+    os.kill(before, signal.SIGKILL)
+    assert all_of(pool)["after"].value == 42
+
+
 def _main(tmp_path: Path, body: str, **options: Any) -> subprocess.Popen[str]:
     """A script that owns a pool."""
     script = tmp_path / "main.py"
