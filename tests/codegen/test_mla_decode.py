@@ -10,6 +10,7 @@ from typing import Any
 import mla_jobs
 import pytest
 import torch
+from pools import answers
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -22,7 +23,7 @@ from dsv4tune.codegen.render import render
 from dsv4tune.codegen.space import Config
 from dsv4tune.runtime.launch import Variant
 from dsv4tune.tools.measure import interpret_job
-from dsv4tune.tools.workers import Answer, Pool, collect
+from dsv4tune.tools.workers import Pool
 
 NO_EXTRA = {"extra_page_size": 0, "extra_width": 0}
 WIDE = {"extra_page_size": 2, "extra_width": 8256}
@@ -305,15 +306,6 @@ def pool() -> Iterator[Pool]:
     found = Pool(2, 300, {"TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore", "OPENBLAS_NUM_THREADS": "1"})
     yield found
     found.close()
-
-
-def answers(pool: Pool, jobs: dict[Any, tuple[Any, ...]]) -> dict[Any, Answer]:
-    for tag, job in jobs.items():
-        pool.submit(tag, *job)
-    found = {}
-    while pool.pending:
-        found.update({answer.tag: answer for _, answer in collect([pool], 1.0)})
-    return found
 
 
 #: Options of the problem and words of the config: every knob's every value, heads, page sizes and caches.

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from pools import answers
+
 from dsv4tune.codegen.compile import compile_config
 from dsv4tune.codegen.devices import Device
 from dsv4tune.codegen.op import Op
@@ -13,7 +15,7 @@ from dsv4tune.codegen.space import Config
 from dsv4tune.runtime.launch import Variant
 from dsv4tune.tools.evaluate import default_jobs
 from dsv4tune.tools.measure import compile_job
-from dsv4tune.tools.workers import Pool, collect
+from dsv4tune.tools.workers import Pool
 
 
 def every_design(op: Op[Any, Any], problem: Problem, gpu: Device, words: Sequence[str]) -> list[Config]:
@@ -22,12 +24,9 @@ def every_design(op: Op[Any, Any], problem: Problem, gpu: Device, words: Sequenc
     for config in op.space(problem, gpu).valid():
         designs.setdefault(tuple(config[word] for word in words), config)
     pool = Pool(default_jobs(), 120)
-    for config in designs.values():
-        pool.submit(config, compile_job, problem, config)
-    failed = []
-    while pool.pending:
-        failed += [answer for _, answer in collect([pool], 5.0) if answer.kind != "ok"]
+    done = answers(pool, {config: (compile_job, problem, config) for config in designs.values()})
     pool.close()
+    failed = [answer for answer in done.values() if answer.kind != "ok"]
     assert not failed, failed
     return list(designs.values())
 

@@ -10,13 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from pools import answers
 
 from dsv4tune.codegen import devices
 from dsv4tune.codegen.ops.indexer import Indexer, IndexerProblem
 from dsv4tune.codegen.problem import Profile
 from dsv4tune.codegen.space import Config
 from dsv4tune.tools.measure import Setup, device_job
-from dsv4tune.tools.workers import Answer, Pool, collect
+from dsv4tune.tools.workers import Pool
 
 pytestmark = pytest.mark.gpu
 
@@ -38,14 +39,6 @@ def pool() -> Iterator[Pool]:
 def default(indexer: Indexer, setup: Setup) -> Config:
     assert isinstance(setup.problem, IndexerProblem)
     return indexer.default(setup.problem, setup.device)
-
-
-def answers(pool: Pool) -> dict[object, Answer]:
-    found = {}
-    while pool.pending:
-        for _, answer in collect([pool], 1.0):
-            found[answer.tag] = answer
-    return found
 
 
 def test_the_next_candidate_is_measured_after_a_fault_and_a_hang(indexer: Indexer, setup: Setup, pool: Pool) -> None:

@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from pools import answers
 
 from dsv4tune.codegen.devices import DEVICES, Device
 from dsv4tune.codegen.ops.indexer import Indexer, IndexerProblem
 from dsv4tune.codegen.space import Config
 from dsv4tune.tools.measure import interpret_job
-from dsv4tune.tools.workers import Answer, Pool, collect
+from dsv4tune.tools.workers import Pool
 
 
 @pytest.fixture(scope="module")
@@ -19,15 +20,6 @@ def pool() -> Iterator[Pool]:
     found = Pool(2, 120, {"TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"})
     yield found
     found.close()
-
-
-def answers(pool: Pool, jobs: dict[Any, tuple[Any, ...]]) -> dict[Any, Answer]:
-    for tag, job in jobs.items():
-        pool.submit(tag, *job)
-    found = {}
-    while pool.pending:
-        found.update({answer.tag: answer for _, answer in collect([pool], 1.0)})
-    return found
 
 
 def designs(op: Indexer, problem: IndexerProblem, card: Device) -> list[Config]:
