@@ -1,0 +1,4 @@
+from dsv4tune.tools.cli import app
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,200 @@
+"""Commands that make and time kernels: search, bench, emulate."""
+
+from __future__ import annotations
+
+import json
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dsv4tune.tools.cli.options import (
+    AsJson,
+    Cache,
+    Db,
+    Heads,
+    Tp,
+    fail,
+    given_options,
+    read_count,
+    read_duration,
+    read_rows,
+    read_weight,
+    say,
+    summary,
+)
+
+
+class Sampler(str, Enum):
+    tpe = "tpe"
+    random = "random"
+    grid = "grid"
+
+
+def search_command(
+    kernel: Annotated[str, typer.Option(help="What to tune: indexer or mla_decode.")],
+    target: Annotated[str | None, typer.Option(help="Compute capability, such as sm_120; needs no GPU.")] = None,
+    device: Annotated[str | None, typer.Option(help="Card, such as rtx-pro-6000; needs no GPU.")] = None,
+    rows: Annotated[
+        str, typer.Option(help="Query rows of a call: 64, a list 1,16,64, or 'captured' for SGLang's graph sizes.")
+    ] = "64",
+    max_context: Annotated[str, typer.Option(help="Context length of the server, in tokens.")] = "1048576",
+    draft_tokens: Annotated[
+        int, typer.Option(min=0, help="Draft tokens of a request when verifying; --rows counts them.")
+    ] = 0,
+    heads: Heads = None,
+    tp: Tp = None,
+    cache: Cache = None,
+    lengths: Annotated[str | None, typer.Option(help="Live lengths to score over, such as 128,2048.")] = None,
+    weights: Annotated[str | None, typer.Option(help="What each length counts, such as 1,2.")] = None,
+    trials: Annotated[int, typer.Option(help="Candidates for a problem, those of earlier runs included.")] = 64,
+    budget: Annotated[str | None, typer.Option(help="Stop after this time, such as 90s, 10m or 1h.")] = None,
+    sampler: Annotated[Sampler, typer.Option(help="How candidates are proposed.")] = Sampler.tpe,
+    seed: Annotated[int, typer.Option(help="Of the sampler and the inputs.")] = 0,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Compiler processes [default: one a core]")] = None,
+    db: Db = None,
+    as_json: AsJson = False,
+) -> None:
+    """Search for the fastest capture-safe config of a kernel and keep it in the database.
+
+    Measures on the GPU here; without one (or for another card) it compiles, checks through Triton's interpreter and
+    predicts. Stops at --trials, --budget or Ctrl-C, and goes on from there when run again.
+
+    The budget is that of all rows together. Lengths and widths count cached entries, one for 4 tokens of context.
+
+    Exit status: 0 with a best config for every row count, 1 where one has none, 2 for bad input.
+    """
+    from dsv4tune.codegen import ops
+    from dsv4tune.tools import tune
+    from dsv4tune.tuned import store
+
+    try:
+        ops.get(kernel)
+        card, on_gpu = tune.choose_device(device, target)
+        if trials < 1:
+            raise ValueError(f"--trials must be at least 1, not {trials}")
+        if weights is not None and lengths is None:
+            raise ValueError("--weights goes with --lengths: name both")
+        request = tune.Request(
+            kernel=kernel,
+            rows=read_rows(rows, draft_tokens),
+            max_context=read_count(max_context, "--max-context"),
+            draft_tokens=draft_tokens,
+            options=given_options(heads=heads, tp=tp, cache=cache),
+            device=card,
+            on_gpu=on_gpu,
+            trials=trials,
+            budget_s=None if budget is None else read_duration(budget),
+            seed=seed,
+            sampler=sampler.value,
+            jobs=jobs,
+            db=db or store.default_path(),
+            lengths=None if lengths is None else [read_count(n, "--lengths") for n in lengths.split(",")],
+            weights=None if weights is None else [read_weight(w) for w in weights.split(",")],
+        )
+        results = tune.tune(request, say)
+    except (ValueError, store.StoreError, OSError) as error:
+        fail(error)
+    if as_json:
+        typer.echo(json.dumps(results[0] if len(request.rows) == 1 else {"results": results}))
+    else:
+        for result in results:
+            typer.echo(summary(result))
+    if any(result["best"] is None for result in results):
+        raise typer.Exit(1)
+
+
+def bench_command(
+    kernel: Annotated[str, typer.Option(help="What to time: indexer or mla_decode.")],
+    peers: Annotated[str, typer.Option(help="Other people's kernels beside it: all, none or names.")] = "all",
+    shapes: Annotated[
+        str,
+        typer.Option(
+            help="default, or a JSON file: a list of objects with name, kind (decode, ragged, verify, prefill), width, "
+            "live (a list, or one length with rows), share (rows that read the same pages), options (of the problem: "
+            "heads, extra_width, ...) and cached (inputs stay in L2)."
+        ),
+    ] = "default",
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Also write the JSON to this file.")] = None,
+    db: Db = None,
+    as_json: AsJson = False,
+) -> None:
+    """Time the tuned entries, the defaults and every installed peer on the same tensors, on the GPU here.
+
+    Entries come from --db where it is given, else from the shipped ones.
+    """
+    from dsv4tune.codegen import devices, ops
+    from dsv4tune.tools import bench
+    from dsv4tune.tools import peers as known
+    from dsv4tune.tools.catalogue import write_whole
+    from dsv4tune.tuned.store import StoreError
+
+    try:
+        op = ops.get(kernel)
+        wanted = known.named(kernel, peers)
+        chosen = op.bench_shapes() if shapes == "default" else bench.read_shapes(Path(shapes))
+        card = devices.here()
+        if card is None:
+            raise ValueError("bench measures, and there is no GPU here: run it on the machine that serves")
+        result = bench.bench(op, card, chosen, wanted, db, say)
+        if output is not None:
+            write_whole(output, json.dumps(result, indent=1) + "\n")
+    except (ValueError, StoreError, OSError) as error:
+        fail(error)
+    if as_json:
+        typer.echo(json.dumps(result))
+    else:
+        for name, over in bench.ratios(result).items():
+            worst = f"worst {over['worst']:.3f} of {over['shapes']} shapes"
+            typer.echo(f"tuned over {name}: {over['geometric_mean']:.3f} ({worst})")
+
+
+def emulate_command(
+    target: Annotated[str, typer.Option(help="Compute capability whose code is run, such as sm_120.")],
+    kernel: Annotated[str, typer.Option(help="Kernel to check: indexer or mla_decode.")] = "indexer",
+    rows: Annotated[str, typer.Option(help="Query rows of the default configs: 64, or a list.")] = "1,16,64",
+    heads: Heads = None,
+    tp: Tp = None,
+    cache: Cache = None,
+    db: Annotated[Path | None, typer.Option("--db", help="Check this database's best configs too.")] = None,
+    keep: Annotated[
+        Path | None, typer.Option(help="Database for what was right, as predicted entries that name this check.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check the code that another architecture gets by running it on the sm_90 GPU here.
+
+    Shows that its schedule, addressing and synchronisation are right; says nothing of its speed there.
+
+    Exit status: 0 all right, 1 one is wrong or can't be run this way, 2 without an sm_90 GPU or for bad input.
+    """
+    from dsv4tune.codegen import devices, ops
+    from dsv4tune.tools import emulate
+    from dsv4tune.tuned.store import Store, StoreError
+
+    try:
+        device = devices.named(target=target)
+        wanted = emulate.candidates(
+            ops.get(kernel), device, read_rows(rows), db, given_options(heads=heads, tp=tp, cache=cache)
+        )
+        card = emulate.hopper_here()
+        say(f"running {device.silicon.target} code on {card.name} ({card.silicon.target})")
+        kept = Store(keep) if keep is not None else None
+    except (ValueError, StoreError, OSError) as error:
+        fail(error)
+    results = []
+    for result in emulate.emulate_all(wanted):
+        results.append(result)
+        trial = result.trial(device)
+        if kept is not None and trial is not None:
+            kept.add(trial)
+        if not as_json:
+            typer.echo(str(result))
+    if as_json:
+        typer.echo(json.dumps({"results": [result.to_json() for result in results]}))
+    if any(result.status != "ok" for result in results):
+        raise typer.Exit(1)
+
+
+COMMANDS = {"search": search_command, "bench": bench_command, "emulate": emulate_command}
