@@ -69,7 +69,7 @@ class Variant:
         self.width = width
         self.plan: Plan = op.plan(problem, config, width)
         self.scratch = (arena or Arena(device, scratch_bytes(self.plan))).take(self.plan)
-        self._recipes: dict[Any, list[_Recipe]] = {}
+        self._known: list[_Known] = []
         self._runs = [(launch.kernel, launchers[launch.kernel][launch.grid]) for launch in self.plan.launches]
 
     def __call__(self, call: Any) -> None:
@@ -109,17 +109,13 @@ class Variant:
         Raises:
             ValueError: a tensor of the call is not what the kernels take.
         """
-        # All that binding looks at. Alignment of 16 elements is alignment of 16 bytes and more.
-        mark = (
-            scalars,
-            *[
-                t if t is None else (t.dtype, t.shape, t.stride(), t.storage_offset() & 15, t.get_device())
-                for t in tensors
-            ],
-        )
-        recipes = self._recipes.get(mark)
-        if recipes is None:
-            recipes = self._learned(mark, call(tensors, scalars, *made))
+        given = [t for t in tensors if t is not None]
+        for known in self._known:
+            if known.fits(tensors, given, scalars):
+                recipes = known.recipes
+                break
+        else:
+            recipes = self._learned(tensors, given, scalars, call(tensors, scalars, *made))
         fields = tensors + made
         for run, template, places in recipes:
             arguments = template.copy()
@@ -128,7 +124,9 @@ class Variant:
                 arguments[at] = tensor if descriptor is None else _moved(descriptor, tensor)
             run(*arguments)
 
-    def _learned(self, mark: Any, call: Any) -> list[_Recipe]:
+    def _learned(
+        self, tensors: tuple[torch.Tensor | None, ...], given: list[torch.Tensor], scalars: Any, call: Any
+    ) -> list[_Recipe]:
         """Bind once in full, and note which arguments are the call's tensors."""
         arguments = self.op.bind(self.problem, self.config, call, self.scratch)
         names = self.op.arguments(self.problem, self.config)
@@ -142,21 +140,68 @@ class Variant:
                 descriptor = None if isinstance(value, torch.Tensor) else value
                 places.append((at, fields[argument.name.removesuffix("_desc")], descriptor))
             recipes.append((run, arguments[kernel], places))
-        if len(self._recipes) < MOST_RECIPES:
+        if len(self._known) < MOST_KNOWN:
             # The template must not keep a call's tensors alive.
             for _, template, places in recipes:
                 for at, _, descriptor in places:
                     template[at] = None
                     if descriptor is not None:
                         descriptor.base = None
-            self._recipes[mark] = recipes
+            self._known.append(_Known(tensors, given, scalars, recipes))
         return recipes
 
 
 #: Launcher, its arguments without the call's tensors, and where those go: place, field, TMA descriptor to move.
 _Recipe: TypeAlias = tuple[Callable[..., None], list[Any], list[tuple[int, int, Any]]]
-#: Kinds of calls that a variant remembers; a server makes a few.
-MOST_RECIPES = 256
+#: Kinds of calls that a variant remembers; a server makes a few. Those past it are bound each time.
+MOST_KNOWN = 16
+
+
+class _Known:
+    """One kind of call, by all that binding looks at, and what was bound for it."""
+
+    def __init__(
+        self,
+        tensors: tuple[torch.Tensor | None, ...],
+        given: list[torch.Tensor],
+        scalars: Any,
+        recipes: list[_Recipe],
+    ) -> None:
+        self.recipes = recipes
+        self._scalars = scalars
+        self._missing = [t is None for t in tensors]
+        # What was aligned may have been bound as such.
+        self._aligned = [number for number, t in enumerate(given) if t.data_ptr() % 16 == 0]
+        self._alike = _alike(given)
+
+    def fits(self, tensors: tuple[torch.Tensor | None, ...], given: list[torch.Tensor], scalars: Any) -> bool:
+        addresses = 0
+        if scalars != self._scalars or [t is None for t in tensors] != self._missing:
+            return False
+        for number in self._aligned:
+            addresses |= given[number].data_ptr()
+        return addresses % 16 == 0 and self._alike(*given)
+
+
+def _alike(given: list[torch.Tensor]) -> Callable[..., bool]:
+    """Whether tensors have the same dtypes, devices, shapes and strides as these."""
+    try:
+        # torch.compile's own check: all tensors in one call, in a microsecond instead of one for each.
+        from torch._C._dynamo.guards import TensorGuards
+
+        shapes: list[Any] = [list(t.shape) for t in given]
+        strides: list[Any] = [list(t.stride()) for t in given]
+        guards = TensorGuards(*given, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides)
+        if guards.check(*given):
+            return guards.check
+    except Exception:  # it is no public name
+        pass
+    first = [_looks(t) for t in given]
+    return lambda *tensors: [_looks(t) for t in tensors] == first
+
+
+def _looks(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.device, tensor.shape, tensor.stride()
 
 
 def _moved(descriptor: Any, tensor: Any) -> Any:

@@ -58,7 +58,7 @@ _WAYS: tuple[_Branch, ...] = (
         "block_t": (64,),
         "load": ("pointer",),
         "num_warps": (8,),
-        "num_stages": (1, 2),
+        "num_stages": (2,),
     },
 )
 _LAUNCHES: tuple[_Branch, ...] = (
@@ -463,8 +463,8 @@ def _refuse_gluon(problem: MlaDecodeProblem, config: Config) -> Refusal:
     if config["operand_order"] == "qk":
         if problem.silicon.arch != 90:
             return "heads as rows: Gluon has wgmma for it, which sm_90 alone has"
-        if (block_t, warps, config["load"], config["loop"]) != (64, 8, "pointer", "joint") or ring > 1:
-            return "heads as rows: Gluon takes 64 tokens, 8 warps, pointer loads, a joint loop and up to 2 buffers"
+        if (block_t, warps, config["load"], config["loop"]) != (64, 8, "pointer", "joint") or ring != 1:
+            return "heads as rows: Gluon takes 64 tokens, 8 warps, pointer loads, a joint loop and 2 buffers"
         return None
     if (config["load"] == "cp_async") != (ring > 0) or (crossed and ring):
         return "cp_async has 1 or 2 tiles under way (num_stages 2, 3), pointer none (1); crossed is pointer's"

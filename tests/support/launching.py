@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 from pools import answers
@@ -18,14 +20,20 @@ from dsv4tune.tools.measure import compile_job
 from dsv4tune.tools.workers import Pool
 
 
+@cache
+def _compilers() -> Pool:
+    """One for all tests: its processes take seconds to start."""
+    pool = Pool(default_jobs(), 120)
+    atexit.register(pool.close)
+    return pool
+
+
 def every_design(op: Op[Any, Any], problem: Problem, gpu: Device, words: Sequence[str]) -> list[Config]:
     """One valid config for each combination of these words, compiled into Triton's cache on every core."""
     designs: dict[Any, Config] = {}
     for config in op.space(problem, gpu).valid():
         designs.setdefault(tuple(config[word] for word in words), config)
-    pool = Pool(default_jobs(), 120)
-    done = answers(pool, {config: (compile_job, problem, config) for config in designs.values()})
-    pool.close()
+    done = answers(_compilers(), {config: (compile_job, problem, config) for config in designs.values()})
     failed = [answer for answer in done.values() if answer.kind != "ok"]
     assert not failed, failed
     return list(designs.values())
