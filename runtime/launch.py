@@ -121,7 +121,7 @@ class Variant:
             arguments = template.copy()
             for at, field, descriptor in places:
                 tensor = fields[field]
-                arguments[at] = tensor if descriptor is None else _moved(descriptor, tensor)
+                arguments[at] = tensor if descriptor is None else descriptor.over(tensor)
             run(*arguments)
 
     def _learned(
@@ -137,22 +137,20 @@ class Variant:
             for at, (argument, value) in enumerate(zip(names[kernel], arguments[kernel], strict=True)):
                 if argument.name in self.scratch or isinstance(value, int | float):
                     continue
-                descriptor = None if isinstance(value, torch.Tensor) else value
-                places.append((at, fields[argument.name.removesuffix("_desc")], descriptor))
+                field = fields[argument.name.removesuffix("_desc")]
+                places.append((at, field, None if isinstance(value, torch.Tensor) else _Moving(value)))
             recipes.append((run, arguments[kernel], places))
         if len(self._known) < MOST_KNOWN:
             # The template must not keep a call's tensors alive.
             for _, template, places in recipes:
-                for at, _, descriptor in places:
+                for at, _, _ in places:
                     template[at] = None
-                    if descriptor is not None:
-                        descriptor.base = None
             self._known.append(_Known(tensors, given, scalars, recipes))
         return recipes
 
 
 #: Launcher, its arguments without the call's tensors, and where those go: place, field, TMA descriptor to move.
-_Recipe: TypeAlias = tuple[Callable[..., None], list[Any], list[tuple[int, int, Any]]]
+_Recipe: TypeAlias = tuple[Callable[..., None], list[Any], list[tuple[int, int, "_Moving | None"]]]
 #: Kinds of calls that a variant remembers; a server makes a few. Those past it are bound each time.
 MOST_KNOWN = 16
 
@@ -204,8 +202,15 @@ def _looks(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.dtype, tensor.device, tensor.shape, tensor.stride()
 
 
-def _moved(descriptor: Any, tensor: Any) -> Any:
-    """The same descriptor over another tensor, of which a launcher asks for nothing but its address."""
-    moved = object.__new__(type(descriptor))
-    moved.__dict__.update(descriptor.__dict__, base=tensor)
-    return moved
+class _Moving:
+    """A TMA descriptor without its tensor."""
+
+    def __init__(self, descriptor: Any) -> None:
+        self._type = type(descriptor)
+        self._fields = {**descriptor.__dict__, "base": None}
+
+    def over(self, tensor: Any) -> Any:
+        """The same descriptor over this tensor, of which a launcher asks for nothing but its address."""
+        moved = object.__new__(self._type)
+        moved.__dict__ = {**self._fields, "base": tensor}
+        return moved

@@ -29,10 +29,11 @@ def _compilers() -> Pool:
 
 
 def every_design(op: Op[Any, Any], problem: Problem, gpu: Device, words: Sequence[str]) -> list[Config]:
-    """One valid config for each combination of these words, compiled into Triton's cache on every core."""
+    """One valid config for each combination of these words and number of kernels, compiled on every core."""
     designs: dict[Any, Config] = {}
     for config in op.space(problem, gpu).valid():
-        designs.setdefault(tuple(config[word] for word in words), config)
+        kernels = len(op.plan(problem, config, 64).launches)
+        designs.setdefault((kernels, *(config[word] for word in words)), config)
     done = answers(_compilers(), {config: (compile_job, problem, config) for config in designs.values()})
     failed = [answer for answer in done.values() if answer.kind != "ok"]
     assert not failed, failed

@@ -7,14 +7,14 @@ from itertools import islice
 
 import torch
 
-from dsv4tune.codegen import ops
+from dsv4tune.codegen import devices, ops
 from dsv4tune.codegen.op import Verdict
 from dsv4tune.codegen.ops import mla_decode_check as check
 from dsv4tune.codegen.ops.mla_decode_call import ROW_BYTES, TOKEN_BYTES, MlaDecodeCall, MlaDecodeProblem, page_stride
 from dsv4tune.codegen.render import render
 from dsv4tune.codegen.space import Config
 from dsv4tune.runtime.launch import Variant
-from dsv4tune.tools import measure
+from dsv4tune.tools import gather, measure
 from dsv4tune.tools.interpreter import interpreted
 
 
@@ -85,3 +85,34 @@ def far(problem: MlaDecodeProblem, config: Config) -> Verdict:
 def output_of(problem: MlaDecodeProblem, config: Config, call: MlaDecodeCall) -> torch.Tensor:
     variant(problem, config)(call)
     return call.out
+
+
+def gathered() -> tuple[int, int]:
+    """What the gather floor sums over one mixed case, and what the bytes of its live tokens sum to, as int32."""
+    op = ops.get("mla_decode")
+    problem, width = op.small(op.problem(3, devices.named("h200").silicon))
+    call = next(call for name, call in op.cases(problem, width, (width,), "cpu", 1) if name.startswith("mixed"))
+    run, sums = gather.prepared(call)
+    run()
+    assert call.extra_cache is not None and call.extra_indices is not None and call.extra_lengths is not None
+    want = 0
+    for cache, indices, lengths in (
+        (call.cache, call.indices, call.lengths),
+        (call.extra_cache, call.extra_indices, call.extra_lengths),
+    ):
+        size, stride = cache.shape[1], page_stride(cache.shape[1])
+        flat = cache.as_strided((cache.shape[0] * stride,), (1,), cache.storage_offset())
+        for row, live in enumerate(lengths.tolist()):
+            for slot in indices[row, :live].tolist():
+                if slot >= 0:
+                    page, inside = slot // size * stride, slot % size
+                    for first, count in (
+                        (page + inside * ROW_BYTES, ROW_BYTES),
+                        (page + size * ROW_BYTES + inside * 8, 8),
+                    ):
+                        token = flat[first : first + count].clone().view(torch.int32)
+                        # Scales are loaded as one word of 8 bytes, whose halves are folded.
+                        halves = token.tolist() if count > 8 else [int(token[0]) ^ int(token[1])]
+                        want += sum(halves)
+    wrapped = torch.tensor([want]).to(torch.int32)
+    return int(sums.sum(dtype=torch.int64).to(torch.int32)), int(wrapped)

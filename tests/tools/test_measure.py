@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import mla_jobs
 import pretend_gpu
 import pytest
 
@@ -65,3 +66,10 @@ def test_a_bench_row_of_mla_decode(pool: Pool) -> None:
     assert set(row["us"]) == {"default", "gather"} and row["left_out"] == {}
     # What loads and computes nothing has no error.
     assert set(row["error"]) == {"default"} and row["error"]["default"] < 3e-3
+
+
+def test_the_gather_floor_reads_every_live_byte(pool: Pool) -> None:
+    answer = pool.ask(mla_jobs.gathered)
+    assert answer.kind == "ok", answer
+    got, want = answer.value
+    assert got == want != 0
