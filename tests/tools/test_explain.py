@@ -31,7 +31,7 @@ def test_the_issues_own_example() -> None:
     text = run("explain", "--rows", "64", "--tp", "8", "--context", "1048576", *H200)
     assert "rows=64 sm_90" in text and "262208 columns" in text and "of deep_gemm" in text
     assert "from shipped h200/indexer.json, exact" in text
-    assert text.count("mla_decode") == 3
+    assert text.count("mla_decode extra") == 3 and text.count("from shipped h200/mla_decode.json, exact") == 3
 
 
 def test_rows_between_two_that_were_measured() -> None:

@@ -24,8 +24,10 @@ def test_a_shipped_entry_is_one_that_this_version_would_render(entry: object) ->
     card = Device(entry.device.name, problem.silicon, 233_472, entry.device.l2_bytes, 1.0, "test")
     config = op.space(problem, card).check(entry.config)
     assert render(op, problem, config).sha == entry.source_sha
-    assert entry.resources.shared_bytes <= problem.silicon.shared_bytes and entry.resources.native_fp8
-    assert 0 <= entry.error <= 1e-3
+    assert entry.resources.shared_bytes <= problem.silicon.shared_bytes
+    # Attention multiplies in bf16.
+    assert entry.resources.native_fp8 or op.name == "mla_decode"
+    assert 0 <= entry.error <= {"indexer": 1e-3, "mla_decode": 3e-3}[op.name]
     if entry.provenance == "measured":
         assert entry.baseline is not None and entry.score < 1.0 and entry.checked_by == "gpu"
 
