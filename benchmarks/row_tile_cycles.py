@@ -79,8 +79,8 @@ def main() -> None:
             spent, us = cycles[:, 0].double().mean().item(), start.elapsed_time(end) * 1e3
             done = REPEATS * rows * resident
             print(
-                f"{resident} programs an SM, {rows} rows a product: {spent / done:6.1f} cycles, {us * 1e3 / done:6.1f} ns "
-                f"a row, {spent / us / 1e3:.2f} GHz (below 1.2: not all were resident)",
+                f"{resident} programs an SM, {rows} rows a product: {spent / done:6.1f} cycles, {us * 1e3 / done:6.1f} "
+                f"ns a row, {spent / us / 1e3:.2f} GHz (below 1.2: not all were resident)",
                 flush=True,
             )
 
