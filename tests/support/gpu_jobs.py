@@ -10,7 +10,7 @@ import triton.language as tl
 
 from dsv4tune.codegen.space import Config
 from dsv4tune.tools import measure
-from dsv4tune.tools.measure import Measured, Setup
+from dsv4tune.tools.measure import Setup
 
 
 @triton.jit
@@ -24,7 +24,7 @@ def spin(pointer):  # type: ignore[no-untyped-def]
         pass
 
 
-def _in_place_of_a_candidate(setup: Setup, config: Config, behave: Any) -> Measured:
+def _in_place_of_a_candidate(setup: Setup, config: Config, behave: Any) -> Any:
     session = measure._session(setup)
     session.measure = behave  # type: ignore[method-assign]
     try:
@@ -33,7 +33,7 @@ def _in_place_of_a_candidate(setup: Setup, config: Config, behave: Any) -> Measu
         del session.measure
 
 
-def fault(setup: Setup, config: Config) -> Measured:
+def fault(setup: Setup, config: Config) -> Any:
     def behave(*_: Any) -> None:
         store_far[(1,)](torch.zeros(1, dtype=torch.int32, device="cuda"), 1 << 40)
         torch.cuda.synchronize()
@@ -41,7 +41,7 @@ def fault(setup: Setup, config: Config) -> Measured:
     return _in_place_of_a_candidate(setup, config, behave)
 
 
-def hang(setup: Setup, config: Config) -> Measured:
+def hang(setup: Setup, config: Config) -> Any:
     def behave(*_: Any) -> None:
         spin[(1,)](torch.zeros(1, dtype=torch.int32, device="cuda"))
         torch.cuda.synchronize()
@@ -49,7 +49,7 @@ def hang(setup: Setup, config: Config) -> Measured:
     return _in_place_of_a_candidate(setup, config, behave)
 
 
-def fail_with_memory(setup: Setup, config: Config) -> Measured:
+def fail_with_memory(setup: Setup, config: Config) -> Any:
     def behave(*_: Any) -> None:
         held = torch.empty(1 << 28, device="cuda")
         raise RuntimeError(f"a failing candidate that held {held.nbytes} bytes")

@@ -8,7 +8,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from dsv4tune.tools.workers import Poisoned
+from dsv4tune.tools.executor import Poisoned
 
 
 def double(n: int) -> int:

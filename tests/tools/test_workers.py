@@ -14,12 +14,13 @@ from typing import Any
 import jobs
 import pytest
 
-from dsv4tune.tools.workers import Answer, Pool, collect
+from dsv4tune.tools.executor import Answer, collect
+from dsv4tune.tools.workers import Pool
 
 
 @pytest.fixture
 def pool() -> Iterator[Pool]:
-    found = Pool(2, limit_s=20, environment={"SOME": "thing"})
+    found = Pool(2, limit_s=20, environment={"SOME": "thing"}, prepare_s=60)
     yield found
     found.close()
 
@@ -60,7 +61,7 @@ def test_a_dead_process_is_replaced(pool: Pool, job: Any, kind: str, reason: str
 
 
 def test_an_exception_keeps_the_process(pool: Pool) -> None:
-    pool.size = 1
+    pool.seats = pool.seats[:1]
     pool.submit("before", jobs.pid)
     pool.submit("bad", jobs.refuse, "line one\nline two")
     pool.submit("after", jobs.pid)
@@ -71,6 +72,7 @@ def test_an_exception_keeps_the_process(pool: Pool) -> None:
 
 
 def test_a_hanging_job_is_killed_at_its_limit(pool: Pool, tmp_path: Path) -> None:
+    pool.ask_each(jobs.pid)
     pool.limit_s = 3.0
     pool.submit("bad", jobs.hang, str(tmp_path / "pid"))
     pool.submit("good", jobs.double, 21)
@@ -99,6 +101,7 @@ def _ends(pid: int) -> bool:
 
 def test_what_a_hanging_job_started_is_killed_with_it(pool: Pool, tmp_path: Path) -> None:
     """A compiler that hangs is as often its assembler."""
+    pool.ask_each(jobs.pid)
     pool.limit_s = 3.0
     pool.submit("bad", jobs.hang_in_a_child, str(tmp_path / "pid"))
     assert all_of(pool)["bad"].kind == "timeout"
@@ -106,7 +109,7 @@ def test_what_a_hanging_job_started_is_killed_with_it(pool: Pool, tmp_path: Path
 
 
 def test_a_process_that_died_idle_is_no_fault_of_the_next_job(pool: Pool) -> None:
-    pool.size = 1
+    pool.seats = pool.seats[:1]
     pool.submit("before", jobs.pid)
     before = all_of(pool)["before"].value
     os.kill(before, signal.SIGKILL)
@@ -116,7 +119,7 @@ def test_a_process_that_died_idle_is_no_fault_of_the_next_job(pool: Pool) -> Non
 
 
 def test_a_process_that_dies_before_it_takes_a_job_up_leaves_it_to_another(pool: Pool) -> None:
-    pool.size = 1
+    pool.seats = pool.seats[:1]
     pool.submit("before", jobs.pid)
     before = all_of(pool)["before"].value
     os.kill(before, signal.SIGSTOP)
@@ -130,7 +133,8 @@ def _main(tmp_path: Path, body: str, **options: Any) -> subprocess.Popen[str]:
     script = tmp_path / "main.py"
     script.write_text(
         "import jobs\n"
-        "from dsv4tune.tools.workers import Pool, collect\n"
+        "from dsv4tune.tools.executor import collect\n"
+        "from dsv4tune.tools.workers import Pool\n"
         "if __name__ == '__main__':\n"
         "    pool = Pool(1, 60)\n" + "".join(f"    {line}\n" for line in [*body.splitlines(), "pool.close()"])
     )
