@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from importlib import metadata
@@ -73,11 +73,15 @@ INTERPRETERS = Kind("Triton's interpreter", INTERPRET_LIMIT_S, CANDIDATE_BYTES, 
 
 @dataclass
 class Pools:
-    """The processes of a search; they outlive the problem, because starting one takes seconds."""
+    """The processes of a search; they outlive the problem, because starting one takes seconds.
+
+    `leave` is called once they have ended.
+    """
 
     compilers: Executor
     judges: Executor
     on_gpu: bool
+    leave: Callable[[], object] = lambda: None
 
     @classmethod
     def of(cls, jobs: int, on_gpu: bool, cards: Sequence[Card] = ()) -> Pools:
@@ -100,6 +104,7 @@ class Pools:
     def close(self) -> None:
         self.compilers.close()
         self.judges.close()
+        self.leave()
 
 
 def environment(arch: int, on_gpu: bool) -> Environment:

@@ -53,7 +53,7 @@ class Seat:
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        return " on ".join(part for part in (self.card, self.host) if part) or "this machine"
+        return " of ".join(part for part in (self.card, self.host) if part) or "this machine"
 
 
 @dataclass(eq=False)
@@ -95,10 +95,12 @@ class Executor(ABC):
 
     Attributes:
         what: what its seats are, for messages.
+        say: told of seats that are given up while others go on.
     """
 
     def __init__(self, seats: Sequence[Seat], what: str) -> None:
         self.seats, self.what = list(seats), what
+        self.say: Callable[[str], object] = lambda text: None
         self._queue: deque[Job] = deque()
         #: Why a seat was given up, by its number; and how often in a row it could not run a job.
         self._closed: dict[int, str] = {}
@@ -208,6 +210,8 @@ class Executor(ABC):
 
     def _give_up(self, number: int, reason: str) -> None:
         """Close a seat; what only it could run ends with it."""
+        if self._open() != [number] and reason not in self._closed.values():
+            self.say(f"{self.what} can't be used any more on {self.seats[number]}: {reason}")
         self._closed[number] = reason
         for job in [job for job in self._queue if job.seat == number]:
             self._queue.remove(job)

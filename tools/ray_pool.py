@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import queue
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -129,7 +130,7 @@ class RayPool(Executor):
         for number, running in list(self._jobs.items()):
             if now > self._limit(running):
                 del self._jobs[number]
-                found.append(self._lose(number, running, "it does not answer"))
+                found.append(self._lose(number, running, "the node does not answer"))
         self._start_queued()
         return self._with_lost([answer for answer in found if answer is not None])
 
@@ -139,7 +140,7 @@ class RayPool(Executor):
         try:
             answer: Answer = future.result()
         except ray.exceptions.RayActorError:
-            return self._lose(number, running, "its node is lost")
+            return self._lose(number, running, "the node is lost")
         except Exception as error:  # an answer or a job that can't be pickled
             reason = str(error).strip().splitlines()[-1]
             answer = Answer(None, "raised", reason=reason)
@@ -151,7 +152,7 @@ class RayPool(Executor):
         _kill(self._actors[number])
         seat = self.seats[number]
         seconds = time.monotonic() - running.started
-        answer = Answer(running.job.tag, "unusable", None, f"{seat}: {reason}", seconds, seat)
+        answer = Answer(running.job.tag, "unusable", None, f"{seat.host}: {reason}", seconds, seat)
         return self._settle(number, running.job, answer, may_fail=1)
 
     def close(self) -> None:
@@ -215,16 +216,18 @@ class RayCluster:
             import ray
         except ImportError:
             raise ValueError("--executor ray needs Ray: pip install 'dsv4tune[ray]'") from None
+        # Ray prints what it has to say of lost nodes, in a thread; a search's own stdout is one JSON object.
+        self._quiet = contextlib.redirect_stdout(sys.stderr)
+        self._quiet.__enter__()
         try:
             if not ray.is_initialized():
                 address = os.environ.get("RAY_ADDRESS") or "auto"
                 ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, RuntimeError, ValueError) as error:
-            raise ValueError(
-                f"no Ray cluster can be used ({first_line(error)}): start one with 'ray start --head', or set RAY_ADDRESS"
-            ) from None
+            how = "start one with 'ray start --head', or set RAY_ADDRESS"
+            raise ValueError(f"no Ray cluster can be used ({first_line(error)}): {how}") from None
         self._nodes = []
-        for node in ray.nodes():
+        for node in ray.nodes():  # type: ignore[no-untyped-call]
             has, host = node["Resources"], f"{node['NodeManagerAddress']}/{node['NodeID'][:8]}"
             if node["Alive"] and has.get("CPU", 0) >= 1:
                 self._nodes.append(_Node(host, node["NodeID"], int(has["CPU"]), int(has.get("GPU", 0))))
@@ -255,13 +258,21 @@ class RayCluster:
                 # Compiled where it is measured, because a machine's cache is its own; a core stays free for each GPU.
                 wishes += [_Wish(node, MEASURERS, 0, 1)] * (node.gpus - 1)
                 wishes += [_Wish(node, COMPILERS, 1)] * max(1, min(count, node.cpus - node.gpus))
-        placed += [p for p in self._place(wishes) if p.kind is not MEASURERS or p.device == device]
+        placed += [p for p in self._place(wishes) if p.device is None or p.device.silicon == device.silicon]
         compilers, judges = (self._pool(placed, kind) for kind in (COMPILERS, MEASURERS if on_gpu else INTERPRETERS))
+        compilers.say = judges.say = say
         if not compilers.size or not judges.size:
             raise ValueError("the Ray cluster has no free cores for a search: wait for its other jobs, or add a node")
         hosts = {p.seat.host for p in placed}
         say(f"on {len(hosts)} Ray nodes: {compilers.size} processes compile, {judges.size} check or measure")
-        return Pools(compilers, judges, on_gpu)
+        return Pools(compilers, judges, on_gpu, self.close)
+
+    def close(self) -> None:
+        """Leave the cluster."""
+        import ray
+
+        ray.shutdown()
+        self._quiet.__exit__(None, None, None)
 
     def _pool(self, placed: Sequence[_Placed], kind: Kind) -> RayPool:
         mine = [p for p in placed if p.kind is kind]
@@ -272,11 +283,12 @@ class RayCluster:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+        worker: Any = ray.remote(Worker)
         started = []
         for wish in wishes:
             where = NodeAffinitySchedulingStrategy(wish.node.id, soft=False)
             options = {"num_cpus": wish.cpus, "num_gpus": wish.gpus, "scheduling_strategy": where}
-            actor = ray.remote(Worker).options(max_restarts=0, **options).remote(wish.kind)
+            actor = worker.options(max_restarts=0, **options).remote(wish.kind)
             started.append((wish, actor, actor.run.remote(Job(None, self._facts, (), long=True))))
         references = [reference for _, _, reference in started]
         ready = set(ray.wait(references, num_returns=len(references), timeout=PLACED_S)[0]) if references else set()

@@ -59,4 +59,6 @@ class Local:
                 say(f"{other}: left out; search for it with --gpus {card.index}")
         if len(cards) > 1:
             say(f"one process measures on each of GPUs {', '.join(str(card.index) for card in cards)}")
-        return Pools.of(jobs or default_jobs(), on_gpu, cards)
+        pools = Pools.of(jobs or default_jobs(), on_gpu, cards)
+        pools.compilers.say = pools.judges.say = say
+        return pools
