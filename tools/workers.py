@@ -17,7 +17,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from dsv4tune.codegen.compile import first_line
 from dsv4tune.tools.executor import Answer, Executor, Job, Last, Poisoned, Seat, Unusable
 
 #: From linux/prctl.h: the signal that the kernel sends when the parent dies.
@@ -150,9 +149,11 @@ class Pool(Executor):
             if job is None:
                 continue
             answer = None
-            if worker.pipe in connections:
+            late = now - worker.started > self._limit(worker)
+            # It may have answered while this process had other things to do, or was stopped.
+            if worker.pipe in connections or (late and worker.pipe.poll()):
                 answer = self._receive(number, worker, job)
-            elif now - worker.started > self._limit(worker):
+            elif late:
                 answer = self._end(number, job, "timeout", f"no answer in {self._limit(worker):g} s")
             elif look and self._takes_too_much(worker):
                 answer = self._end(
@@ -178,7 +179,7 @@ class Pool(Executor):
             self._queue.appendleft(job)
             return None
         except Exception as error:
-            return self._end(number, job, "died", f"its answer can't be read: {first_line(error)}")
+            return self._end(number, job, "died", f"its answer can't be read: {_line(error)}")
         if kind == _BEGUN:
             worker.begun = True
             return None
@@ -260,9 +261,16 @@ def _serve(pipe: Connection, environment: dict[str, str], nice: int) -> None:
         except (BrokenPipeError, ConnectionResetError):
             return
         except Exception as error:  # what can't be pickled; nothing of it was sent
-            pipe.send(("raised", None, first_line(error), False))
+            pipe.send(("raised", None, _line(error), False))
         if reply[3]:
             return
+
+
+def _line(error: Exception) -> str:
+    # Imported where it is needed: torch comes along, which takes seconds.
+    from dsv4tune.codegen.compile import first_line
+
+    return first_line(error)
 
 
 def _reply(module: str, name: str, arguments: Sequence[Any]) -> tuple[str, Any, str, bool]:
@@ -276,5 +284,5 @@ def _reply(module: str, name: str, arguments: Sequence[Any]) -> tuple[str, Any, 
     except Exception as error:
         if os.environ.get("DSV4TUNE_DEBUG"):
             traceback.print_exc()
-        return "raised", None, first_line(error), False
+        return "raised", None, _line(error), False
     return ("ok", value.value, "", True) if isinstance(value, Last) else ("ok", value, "", False)

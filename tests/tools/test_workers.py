@@ -99,6 +99,16 @@ def _ends(pid: int) -> bool:
     return not _runs(pid)
 
 
+def test_an_answer_that_came_in_time_counts_however_late_it_is_read(pool: Pool) -> None:
+    """The search was stopped, or busy, for longer than the limit."""
+    pool.ask_each(jobs.pid)
+    pool.limit_s = 1.0
+    pool.submit("good", jobs.double, 21)
+    time.sleep(2.0)
+    assert pool.ready([]) == []  # what it reads first is that the job was taken up
+    assert [answer.value for answer in pool.ready([])] == [42]
+
+
 def test_what_a_hanging_job_started_is_killed_with_it(pool: Pool, tmp_path: Path) -> None:
     """A compiler that hangs is as often its assembler."""
     pool.ask_each(jobs.pid)
