@@ -5,6 +5,7 @@ A job is a function of a module with picklable arguments; its answer comes back 
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,9 +13,9 @@ from dataclasses import dataclass, field, replace
 from multiprocessing.connection import wait
 from typing import Any
 
-#: Jobs in a row that a seat may fail to run.
-MOST_FAILURES = 2
-#: How often a job may fail to be run before that counts as its own doing.
+#: Jobs in a row that a seat may fail to run, and seconds that it rests after one: its GPU may be coming back.
+MOST_FAILURES, REST_S = 2, 2.0
+#: How often a job may fail to be run, while others are, before that counts as its own doing.
 MOST_LOSSES = 3
 
 
@@ -65,7 +66,7 @@ class Job:
         seat: the number of the only seat that may run it.
         long: it may take what the first job of a process may take.
         needed: its seat is no good without it; it has no answer.
-        lost: seats that could not run it.
+        lost: how often a seat could not run it; `others` are the jobs that had been run when one could not first.
     """
 
     tag: Any
@@ -76,6 +77,7 @@ class Job:
     long: bool = False
     needed: bool = False
     lost: int = 0
+    others: int = 0
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,10 @@ class Executor(ABC):
         #: Why a seat was given up, by its number; and how often in a row it could not run a job.
         self._closed: dict[int, str] = {}
         self._failures: dict[int, int] = {}
+        self._rests: dict[int, float] = {}
+        self._preparation: tuple[Callable[..., Any], tuple[Any, ...]] | None = None
+        #: Jobs that were run, whatever they answered.
+        self._run = 0
         #: Of jobs that ended with their seat.
         self._lost: list[Answer] = []
 
@@ -115,9 +121,19 @@ class Executor(ABC):
         self._add(Job(tag, function, arguments, near))
 
     def prepare(self, function: Callable[..., Any], *arguments: Any) -> None:
-        """Queue for every seat what it must be able to do; one that can't is given up. There is no answer."""
+        """Queue for every seat what each of its processes must do first; a seat that can't is given up. No answer."""
+        self.prepares_with(function, *arguments)
         for number in self._open():
-            self._add(Job(None, function, arguments, seat=number, long=True, needed=True))
+            self._add(self._prepares(number))
+
+    def prepares_with(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """What the processes to come must do first."""
+        self._preparation = function, arguments
+
+    def _prepares(self, number: int) -> Job:
+        function, arguments = self._preparation or (None, ())
+        assert function is not None
+        return Job(None, function, arguments, seat=number, long=True, needed=True)
 
     def ask(self, function: Callable[..., Any], *arguments: Any) -> Answer:
         """One job on the first seat, waited for: what is asked one after another ran in one place."""
@@ -135,6 +151,11 @@ class Executor(ABC):
     @property
     def pending(self) -> int:
         return len(self._queue) + len(self._lost) + self._running()
+
+    @property
+    def rests(self) -> bool:
+        """Whether a job waits for a seat to be tried again."""
+        return bool(self._queue) and any(until > time.monotonic() for until in self._rests.values())
 
     # -- for `collect` ------------------------------------------------------------------------------------------
 
@@ -179,6 +200,8 @@ class Executor(ABC):
 
     def _start_queued(self) -> None:
         for number in list(self._free()) if self._queue else ():
+            if self._rests.get(number, 0.0) > time.monotonic():
+                continue
             job = self._next_for(number)
             if job is not None:
                 self._start(number, job)
@@ -196,14 +219,17 @@ class Executor(ABC):
         """What a job that ended means for its seat and its caller: nothing to tell where another turn is to come."""
         if answer.kind != "unusable" and (answer.kind == "ok" or not job.needed):
             self._failures.pop(number, None)
+            self._run += 1
             return None if job.needed else answer
         self._failures[number] = self._failures.get(number, 0) + 1
+        self._rests[number] = time.monotonic() + REST_S
         if self._failures[number] >= may_fail:
             self._give_up(number, answer.reason)
-        job.lost += 1
+        job.lost, job.others = job.lost + 1, job.others if job.lost else self._run
         if job.needed and number in self._closed:
             return None
-        if job.lost >= MOST_LOSSES or (job.seat is not None and number in self._closed):
+        own = job.lost >= MOST_LOSSES and self._run > job.others
+        if own or (job.seat is not None and number in self._closed):
             return replace(answer, kind="died")
         self._queue.appendleft(job)
         return None
@@ -240,5 +266,7 @@ class Executor(ABC):
 def collect(executors: Sequence[Executor], timeout: float) -> list[tuple[Executor, Answer]]:
     """Wait until a job of any of them ends, at most `timeout` seconds; may return nothing."""
     limit = min([timeout, *(max(0.0, e.next_limit()) + 0.01 for e in executors)])
+    if any(e.rests for e in executors):
+        limit = min(limit, REST_S / 2)
     found = wait([c for e in executors for c in e.connections()], timeout=max(0.0, limit))
     return [(executor, answer) for executor in executors for answer in executor.ready(found)]

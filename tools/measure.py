@@ -147,6 +147,7 @@ def device_job(setup: Setup, config: Config, baseline: str | None) -> Measured |
     session = _session(setup)
     try:
         measured = session.measure(config, baseline)
+        torch.cuda.synchronize()  # what it broke shows before it counts as sound
     except Exception as error:
         if _context_is_broken():
             raise Poisoned(f"device fault: {first_line(error)}") from error

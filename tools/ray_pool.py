@@ -61,6 +61,9 @@ class Worker:
 
     def run(self, job: Job) -> Answer:
         """Run a job in the process; ``unusable`` where this machine can't."""
+        if job.needed:
+            self._pool.prepares_with(job.function, *job.arguments)
+            job.needed = False
         self._pool._add(job)
         try:
             while True:
@@ -96,7 +99,9 @@ class RayPool(Executor):
         return [number for number in self._open() if number not in self._jobs]
 
     def _start(self, number: int, job: Job) -> None:
-        reference = self._actors[number].run.remote(Job(None, job.function, job.arguments, long=job.long))
+        reference = self._actors[number].run.remote(
+            Job(None, job.function, job.arguments, long=job.long, needed=job.needed)
+        )
         self._jobs[number] = _Running(job, reference)
 
         def ended(future: Any) -> None:

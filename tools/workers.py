@@ -91,7 +91,13 @@ class Pool(Executor):
                     yield number
 
     def _start(self, number: int, job: Job) -> None:
-        worker = self._workers.get(number) or self._spawn(number)
+        worker = self._workers.get(number)
+        if worker is None:
+            worker = self._spawn(number)
+            if self._preparation is not None and not job.long:
+                # So that a candidate's own limit holds for it, and what fails before it is not its fault.
+                self._queue.appendleft(job)
+                job = self._prepares(number)
         worker.job, worker.started, worker.begun = job, time.monotonic(), False
         # One that dies now has a closed pipe, which is seen as such.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
