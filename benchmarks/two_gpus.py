@@ -27,8 +27,9 @@ from dsv4tune.tools.search import Proposer, search
 from dsv4tune.tuned.records import Trial
 
 
-def compile_all(setup: Setup, configs: list[Config], pools: Pools) -> list[Config]:
+def compile_all(setup: Setup, configs: list[Config]) -> list[Config]:
     """Into the cache; those that a GPU can launch."""
+    pools = Pools.of(default_jobs(), True)
     for config in configs:
         pools.compilers.submit(config, compile_job, setup.problem, config)
     found = []
@@ -36,6 +37,7 @@ def compile_all(setup: Setup, configs: list[Config], pools: Pools) -> list[Confi
         for _, answer in collect([pools.compilers], 1.0):
             if answer.kind == "ok" and answer.value[1].refusal(setup.problem.silicon) is None:
                 found.append(answer.tag)
+    pools.close()
     return sorted(found, key=configs.index)
 
 
@@ -84,12 +86,8 @@ def main() -> None:
     setup = Setup(problem, op.profile(problem, op.width(given.max_context, 0)), device, 0)
     configs = list(op.space(problem, device).valid())
     random.Random(0).shuffle(configs)
-    compilers = Pools.of(default_jobs(), True, cards)
     started = time.monotonic()
-    try:
-        configs = compile_all(setup, configs[: given.trials], compilers)
-    finally:
-        compilers.close()
+    configs = compile_all(setup, configs[: given.trials])
     print(f"{len(configs)} candidates compiled in {time.monotonic() - started:.1f} s", file=sys.stderr)
     runs = []
     for some in (cards[:1], cards):
