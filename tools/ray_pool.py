@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import queue
+import socket
 import sys
 import time
 from collections import Counter
@@ -227,8 +228,9 @@ class RayCluster:
         try:
             if not ray.is_initialized():
                 address = os.environ.get("RAY_ADDRESS") or "auto"
+                _knock(address)
                 ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-        except (ConnectionError, RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             how = "start one with 'ray start --head', or set RAY_ADDRESS"
             raise ValueError(f"no Ray cluster can be used ({first_line(error)}): {how}") from None
         self._nodes = []
@@ -313,6 +315,20 @@ class RayCluster:
         for line in dict.fromkeys(left_out):
             self._say(line)
         return found
+
+
+def _knock(address: str) -> None:
+    """See that somebody listens there: Ray itself tries for many minutes.
+
+    Raises:
+        OSError: nobody does.
+        ValueError: it is the address of a Ray client's proxy, where actors can't be placed by node.
+    """
+    if address.startswith("ray://"):
+        raise ValueError(f"{address} is a client's address, use the head's own such as 10.0.0.1:6379")
+    host, _, port = address.rpartition(":")
+    if host and port.isdecimal():
+        socket.create_connection((host, int(port)), timeout=10).close()
 
 
 def _facts_of(answer: Answer) -> Facts:
