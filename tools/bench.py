@@ -21,9 +21,10 @@ from dsv4tune.codegen.space import Config
 from dsv4tune.runtime.launch import Variant
 from dsv4tune.tools import gpu, peers
 from dsv4tune.tools.evaluate import default_jobs, environment
+from dsv4tune.tools.executor import Poisoned, collect
 from dsv4tune.tools.measure import compile_job
 from dsv4tune.tools.timing import Timer, copy_gb_per_s, middle
-from dsv4tune.tools.workers import Poisoned, Pool, collect
+from dsv4tune.tools.workers import Pool
 from dsv4tune.tuned.selector import entry_for
 from dsv4tune.tuned.store import Store
 

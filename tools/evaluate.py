@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from importlib import metadata
 from typing import Any
@@ -18,44 +18,93 @@ from dsv4tune.codegen.problem import Profile
 from dsv4tune.codegen.render import render
 from dsv4tune.codegen.space import Config
 from dsv4tune.tools import gpu
-from dsv4tune.tools.measure import Measured, Setup, Timing, compile_job, device_job, import_job, interpret_job
-from dsv4tune.tools.workers import Answer, Pool, collect
+from dsv4tune.tools.executor import Answer, Executor, Seat, collect
+from dsv4tune.tools.gpu import Card
+from dsv4tune.tools.measure import (
+    Measured,
+    Setup,
+    Timing,
+    compile_job,
+    device_job,
+    import_job,
+    interpret_job,
+    session_job,
+)
+from dsv4tune.tools.workers import Pool
 from dsv4tune.tuned.records import Baseline, DeviceRecord, Environment, Range, Resources, Trial
 
-#: Tag of the jobs that only start a process.
-WARM = "warm"
+#: Seconds that one compile, one check with its timing, and one check in the interpreter may take; and how much longer
+#: the first one of a process, which imports torch and makes a problem's inputs and expected values.
+COMPILE_LIMIT_S, JUDGE_LIMIT_S, INTERPRET_LIMIT_S, PREPARE_S = 60.0, 30.0, 300.0, 90.0
+#: Bytes of the machine's memory that one compile or check without a GPU, and one process that measures, may hold.
+CANDIDATE_BYTES, JUDGE_BYTES = 8 << 30, 32 << 30
 
-#: Seconds that one compile, one check with its timing, and one check in the interpreter may take.
-COMPILE_LIMIT_S, JUDGE_LIMIT_S, INTERPRET_LIMIT_S = 60.0, 120.0, 300.0
+
+@dataclass(frozen=True)
+class Kind:
+    """What a pool's processes are like, wherever they run."""
+
+    what: str
+    limit_s: float
+    memory: int
+    environment: Mapping[str, str] = field(default_factory=dict)
+    nice: int = 0
+
+    def settings(self) -> dict[str, Any]:
+        """The arguments of a `Pool` on this machine; all kinds share one cache of compiled kernels."""
+        return {
+            "what": self.what,
+            "limit_s": self.limit_s,
+            "prepare_s": PREPARE_S,
+            "memory": self.memory,
+            "environment": {**cache_environment(), **self.environment},
+            "nice": self.nice,
+        }
+
+
+_NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+# Compilers fill every core; the process that times must not wait for one.
+COMPILERS = Kind("the compiler", COMPILE_LIMIT_S, CANDIDATE_BYTES, _NO_GPU, nice=10)
+MEASURERS = Kind("the GPU", JUDGE_LIMIT_S, JUDGE_BYTES)
+# A process a core: products this small are slower on more threads.
+_INTERPRET = {"TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore", "OPENBLAS_NUM_THREADS": "1"}
+INTERPRETERS = Kind("Triton's interpreter", INTERPRET_LIMIT_S, CANDIDATE_BYTES, {**_NO_GPU, **_INTERPRET})
 
 
 @dataclass
 class Pools:
-    """The processes of a search; they outlive the problem, because starting one takes seconds."""
+    """The processes of a search; they outlive the problem, because starting one takes seconds.
 
-    compilers: Pool
-    judges: Pool
+    `leave` is called once they have ended.
+    """
+
+    compilers: Executor
+    judges: Executor
     on_gpu: bool
+    leave: Callable[[], object] = lambda: None
 
     @classmethod
-    def of(cls, jobs: int, on_gpu: bool) -> Pools:
-        # Compilers fill every core; the process that times must not wait for one.
-        cache = cache_environment()
-        compilers = Pool(jobs, COMPILE_LIMIT_S, {**cache, "CUDA_VISIBLE_DEVICES": ""}, nice=10)
-        if on_gpu:
-            return cls(compilers, Pool(1, JUDGE_LIMIT_S, cache), True)
-        interpret = {**cache, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
-        # A process a core: products this small are slower on more threads.
-        return cls(compilers, Pool(jobs, INTERPRET_LIMIT_S, {**interpret, "OPENBLAS_NUM_THREADS": "1"}), False)
+    def of(cls, jobs: int, on_gpu: bool, cards: Sequence[Card] = ()) -> Pools:
+        """Processes of this machine: `jobs` compilers, and a judge for each of the cards (or for the first GPU)."""
+        compilers = Pool(jobs, **COMPILERS.settings())
+        if not on_gpu:
+            return cls(compilers, Pool(jobs, **INTERPRETERS.settings()), False)
+        seats = [Seat(card=card.uuid, environment={"CUDA_VISIBLE_DEVICES": card.visible}) for card in cards]
+        return cls(compilers, Pool(1, **MEASURERS.settings(), seats=seats), True)
 
     def warm(self) -> None:
         """Compilers import Triton, which takes seconds, while the caller prepares its inputs."""
-        while self.compilers.pending < self.compilers.size:
-            self.compilers.submit(WARM, import_job)
+        self.compilers.prepare(import_job)
+
+    def prepare(self, setup: Setup) -> None:
+        """Every process that measures makes the problem's inputs, while the first candidates are compiled."""
+        if self.on_gpu:
+            self.judges.prepare(session_job, setup)
 
     def close(self) -> None:
         self.compilers.close()
         self.judges.close()
+        self.leave()
 
 
 def environment(arch: int, on_gpu: bool) -> Environment:
@@ -80,17 +129,18 @@ def score(times: Mapping[int, float], against: Mapping[int, float], profile: Pro
 class Evaluation:
     """Evaluates configs of one problem; see `dsv4tune.tools.search.Evaluator`."""
 
-    def __init__(self, setup: Setup, pools: Pools, baseline: Baseline | None, jobs: int) -> None:
-        self.setup, self.pools, self.baseline, self.jobs = setup, pools, baseline, jobs
+    def __init__(self, setup: Setup, pools: Pools, baseline: Baseline | None) -> None:
+        self.setup, self.pools, self.baseline = setup, pools, baseline
         self.op = ops.get(setup.problem.op)
         self.environment = environment(setup.problem.silicon.arch, pools.on_gpu)
         self.floors = floors_us(setup)
         self._reports: dict[Config, tuple[str, Report, float]] = {}
+        pools.prepare(setup)
 
     @property
     def capacity(self) -> int:
         # Enough compiled ahead that neither compilers nor judges wait, few enough that the sampler learns.
-        return self.jobs * 2
+        return 2 * max(self.pools.compilers.size, self.pools.judges.size)
 
     def submit(self, config: Config) -> None:
         self.pools.compilers.submit(config, compile_job, self.setup.problem, config)
@@ -98,11 +148,6 @@ class Evaluation:
     def collect(self, timeout: float) -> list[tuple[Config, Trial]]:
         done = []
         for pool, answer in collect([self.pools.compilers, self.pools.judges], timeout):
-            if answer.tag == WARM:
-                # What keeps the compiler from starting is no candidate's fault, and none is stored as failed for it.
-                if answer.kind in ("raised", "died"):
-                    raise ValueError(f"the compiler can't be used here: {answer.reason}")
-                continue
             config: Config = answer.tag
             trial = self._compiled(config, answer) if pool is self.pools.compilers else self._judged(config, answer)
             if trial is not None:
@@ -126,21 +171,21 @@ class Evaluation:
             return self._trial(config, "unchecked", reason=unchecked)
         if self.pools.on_gpu:
             name = self.baseline.name if self.baseline is not None else None
-            self.pools.judges.submit(config, device_job, self.setup, config, name)
+            self.pools.judges.submit(config, device_job, self.setup, config, name, near=answer.seat.host)
         else:
-            self.pools.judges.submit(config, interpret_job, self.setup.problem, config)
+            self.pools.judges.submit(config, interpret_job, self.setup.problem, config, near=answer.seat.host)
         return None
 
     def _judged(self, config: Config, answer: Answer) -> Trial:
-        seconds = round(answer.seconds, 3)
+        judged: dict[str, Any] = {"card": answer.seat.card, "judge_seconds": round(answer.seconds, 3)}
         if answer.kind != "ok":
             status = "timeout" if answer.kind == "timeout" else "failed"
-            return self._trial(config, status, reason=answer.reason, judge_seconds=seconds)
+            return self._trial(config, status, reason=answer.reason, **judged)
         measured = answer.value if self.pools.on_gpu else self._predicted(config, answer.value)
         verdict: Verdict = measured.verdict
         error = verdict.error if math.isfinite(verdict.error) else None
         if not verdict.ok:
-            return self._trial(config, "wrong", reason=verdict.fault or "", error=error, judge_seconds=seconds)
+            return self._trial(config, "wrong", reason=verdict.fault or "", error=error, **judged)
         times = {n: t.us for n, t in measured.timings.items()}
         spread = {n: t.spread for n, t in measured.timings.items()}
         beside = {n: t.baseline_us for n, t in measured.timings.items() if t.baseline_us is not None}
@@ -158,7 +203,7 @@ class Evaluation:
             error=error,
             checked_by="gpu" if self.pools.on_gpu else "interpreter",
             warnings=list(measured.warnings),
-            judge_seconds=seconds,
+            **judged,
         )
 
     def _predicted(self, config: Config, verdict: Verdict) -> Measured:

@@ -1,4 +1,4 @@
-"""The state of the GPU here, as nvidia-smi tells it: driver, clocks, throttling, other processes."""
+"""The GPUs here: which there are, and the state of one by nvidia-smi (driver, clocks, throttling, other processes)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,71 @@ import subprocess
 import time
 from dataclasses import dataclass
 from functools import lru_cache
+
+from dsv4tune.codegen import devices
+from dsv4tune.codegen.devices import Device
+
+
+@dataclass(frozen=True)
+class Card:
+    """One GPU of this machine.
+
+    Attributes:
+        index: its number, as ``--gpus`` and ``cuda:1`` have it.
+        uuid: the name that is its own.
+        visible: what ``CUDA_VISIBLE_DEVICES`` holds for a process that sees no other.
+    """
+
+    index: int
+    uuid: str
+    visible: str
+    device: Device
+
+
+def cards(wanted: str | None = None) -> list[Card]:
+    """The GPUs that ``--gpus`` names, in its order: ``all`` that can serve, numbers, or the first for None.
+
+    Raises:
+        ValueError: no such words, a number that is not here or named twice, a GPU without fp8.
+    """
+    import torch
+
+    count = torch.cuda.device_count() if torch.version.cuda is not None and torch.cuda.is_available() else 0
+    if wanted is None:
+        return [_card(0)] if count else []
+    if not count:
+        raise ValueError("--gpus names GPUs to measure on, and there is none here: leave it out to predict")
+    if wanted == "all":
+        return [card for card in map(_card_or_none, range(count)) if card is not None]
+    words = [word.strip() for word in wanted.split(",")]
+    if not all(word.isdecimal() for word in words) or len(set(words)) < len(words):
+        raise ValueError(f"--gpus takes 'all' or different numbers such as 0,1, not '{wanted}'")
+    missing = [word for word in words if int(word) >= count]
+    if missing:
+        there = "only GPU 0 is" if count == 1 else f"GPUs 0 to {count - 1} are"
+        raise ValueError(f"there is no GPU {missing[0]} here: {there}")
+    return [_card(int(word)) for word in words]
+
+
+def _card_or_none(index: int) -> Card | None:
+    try:
+        return _card(index)
+    except ValueError:  # an older card beside the one that serves
+        return None
+
+
+def _card(index: int) -> Card:
+    device = devices.here(index)
+    assert device is not None
+    given = [word.strip() for word in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if word.strip()]
+    return Card(index, uuid(index), given[index] if index < len(given) else str(index), device)
+
+
+def uuid(index: int = 0) -> str:
+    """A GPU's own name, as nvidia-smi has it."""
+    import torch
+
+    return f"GPU-{torch.cuda.get_device_properties(index).uuid}"
 
 
 @dataclass(frozen=True)
@@ -19,7 +84,8 @@ class State:
 
 
 def state() -> State:
-    """The state now; asked at most once in 30 seconds, because asking takes longer than timing many candidates."""
+    """Of this process's GPU now; asked at most once in 30 seconds, because asking takes longer than timing many
+    candidates."""
     return _state(int(time.monotonic() // 30))
 
 
@@ -50,8 +116,9 @@ def _state(_tick: int) -> State:
 
 
 def _query(what: str) -> str:
-    command = ["nvidia-smi", what, "--format=csv,noheader,nounits", "-i", "0"]
     try:
+        # By its own name: nvidia-smi counts in another order, and past CUDA_VISIBLE_DEVICES.
+        command = ["nvidia-smi", what, "--format=csv,noheader,nounits", "-i", uuid()]
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
+    except (OSError, subprocess.SubprocessError, AssertionError, RuntimeError):
         return ""

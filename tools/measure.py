@@ -5,6 +5,8 @@ How a time is taken is written down once, in benchmarks/README.md.
 
 from __future__ import annotations
 
+import errno
+import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import Any
 
 import torch
 
-from dsv4tune.codegen import ops
+from dsv4tune.codegen import devices, ops
 from dsv4tune.codegen.compile import Report, compile_config, first_line
 from dsv4tune.codegen.devices import Device
 from dsv4tune.codegen.op import Op, Verdict
@@ -21,9 +23,9 @@ from dsv4tune.codegen.render import render, try_writing
 from dsv4tune.codegen.space import Config
 from dsv4tune.runtime.launch import Variant
 from dsv4tune.tools import gpu, peers
+from dsv4tune.tools.executor import Last, Poisoned, Unusable
 from dsv4tune.tools.interpreter import interpreted
 from dsv4tune.tools.timing import Captured, Timer, middle
-from dsv4tune.tools.workers import Poisoned
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,10 @@ class Measured:
     warnings: tuple[str, ...] = ()
 
 
+#: Bytes of GPU memory that candidates may leave behind, by modules that stay loaded, before their process is replaced.
+LEAK_BYTES = 1 << 30
+
+
 # -- jobs -------------------------------------------------------------------------------------------------------
 
 
@@ -61,19 +67,45 @@ def import_job() -> None:
     """Import what compiling takes, and see that Triton can keep what it compiles.
 
     Raises:
-        OSError: its cache folder can't be written.
+        Unusable: it can't be imported, or its cache folder can't be written.
     """
-    import triton.compiler  # noqa: F401
-    from triton import knobs
+    try:
+        import triton.compiler  # noqa: F401
+        from triton import knobs
 
-    try_writing(Path(knobs.cache.dir), "TRITON_CACHE_DIR")
+        try_writing(Path(knobs.cache.dir), "TRITON_CACHE_DIR")
+    except Exception as error:
+        raise Unusable(first_line(error)) from error
 
 
 def compile_job(problem: Problem, config: Config) -> tuple[str, Report]:
-    """Compile into Triton's cache, for whichever process launches it; the source's hash and the report."""
+    """Compile into Triton's cache, for whichever process launches it; the source's hash and the report.
+
+    Raises:
+        CompileError: the compiler refused it.
+        Unusable: what it wrote can't be kept, as on a full disk.
+    """
     op = ops.get(problem.op)
-    kernel = compile_config(op, problem, config)
-    return kernel.source.sha, kernel.report
+    try:
+        kernel = compile_config(op, problem, config)
+        return kernel.source.sha, kernel.report
+    except Exception as error:
+        if _disk_fails(error):
+            raise Unusable(
+                f"{first_line(error)}: see to the folder of $DSV4TUNE_CACHE and $TRITON_CACHE_DIR"
+            ) from error
+        raise
+
+
+_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG, errno.EACCES, errno.EMFILE}
+
+
+def _disk_fails(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def interpret_job(problem: Problem, config: Config) -> Verdict:
@@ -105,18 +137,40 @@ def check(
     return Verdict(worst)
 
 
-def device_job(setup: Setup, config: Config, baseline: str | None) -> Measured:
+def device_job(setup: Setup, config: Config, baseline: str | None) -> Measured | Last:
     """Check on the GPU, then time at every length of the profile, in turn with the baseline.
 
     Raises:
-        Poisoned: the candidate broke the CUDA context; this process must end.
+        Poisoned: the candidate broke the CUDA context, or keeps memory; this process must end.
+        Unusable: the problem's inputs could not be made here.
     """
+    session = _session(setup)
     try:
-        return _session(setup).measure(config, baseline)
+        measured = session.measure(config, baseline)
+        torch.cuda.synchronize()  # what it broke shows before it counts as sound
     except Exception as error:
         if _context_is_broken():
             raise Poisoned(f"device fault: {first_line(error)}") from error
+        # What only the error's frames hold is no leak.
+        traceback.clear_frames(error.__traceback__)
+        kept = session.leaked()
+        if kept > LEAK_BYTES:
+            raise Poisoned(f"{first_line(error)}; {kept >> 20} MiB of GPU memory were left behind") from error
         raise
+    return Last(measured) if session.leaked() > LEAK_BYTES else measured
+
+
+def session_job(setup: Setup) -> None:
+    """Make the inputs and expected values of a problem, for the candidates that follow.
+
+    Raises:
+        Unusable: there is not the GPU that the problem is for, or it does not do.
+    """
+    here = devices.here()
+    if here is None or here.silicon != setup.device.silicon:
+        found = "no GPU" if here is None else here.name
+        raise Unusable(f"this process sees {found}, not {setup.device.name}")
+    _session(setup)
 
 
 def memory_job() -> int:
@@ -171,8 +225,11 @@ _current: list[tuple[Setup, Session]] = []
 def _session(setup: Setup) -> Session:
     if not _current or _current[0][0] != setup:
         _current.clear()  # the old one's memory first
-        torch.cuda.empty_cache()
-        _current.append((setup, Session(setup)))
+        try:
+            torch.cuda.empty_cache()
+            _current.append((setup, Session(setup)))
+        except Exception as error:
+            raise Unusable(first_line(error)) from error
     return _current[0][1]
 
 
@@ -198,6 +255,7 @@ class Session:
             self.sets[length] = self.op.timing_sets(problem, shape, sets, "cuda", setup.seed, pool)
         self.peers: dict[str, dict[int, Captured]] = {}
         torch.cuda.synchronize()
+        self._held = _held()
 
     def peer(self, name: str) -> dict[int, Captured]:
         """A peer's graphs by length, kept for as long as candidates are timed beside it."""
@@ -207,7 +265,12 @@ class Session:
                 length: self.timer.capture([prepare(self.setup.problem, c) for c in calls], self.launches[length])
                 for length, calls in self.sets.items()
             }
+            self._held = _held()
         return self.peers[name]
+
+    def leaked(self) -> int:
+        """Bytes of GPU memory that are held now and were not before the first candidate."""
+        return _held() - self._held
 
     def peer_error(self, peer: Any) -> float:
         """A peer's error by the measure that ours is judged by, on a call without poison: it owes us no more."""
@@ -234,6 +297,12 @@ class Session:
             timings[length] = Timing(us, spread, middle(times[1])[0] if len(times) > 1 else None)
         # Doubtful where another process works on this GPU, or clocks are held down.
         return Measured(verdict, timings, gpu.state().warnings)
+
+
+def _held() -> int:
+    """Bytes of the GPU's memory in use, other processes' included, without what torch only keeps for later."""
+    free, total = torch.cuda.mem_get_info()
+    return int(total - free - torch.cuda.memory_reserved() + torch.cuda.memory_allocated())
 
 
 def _context_is_broken() -> bool:

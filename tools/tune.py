@@ -17,11 +17,15 @@ from dsv4tune.codegen.problem import Problem, Profile
 from dsv4tune.codegen.render import cache_folder, render, try_writing
 from dsv4tune.codegen.space import Config
 from dsv4tune.tools import measure, peers
-from dsv4tune.tools.evaluate import Evaluation, Pools, default_jobs
+from dsv4tune.tools.evaluate import Evaluation, Pools
 from dsv4tune.tools.measure import Setup
 from dsv4tune.tools.search import Proposer, Result, search
+from dsv4tune.tools.sites import Local, Site
 from dsv4tune.tuned.records import Baseline, Range, Trial
 from dsv4tune.tuned.store import Store
+
+#: A search on this machine and its first GPU.
+HERE = Local()
 
 
 @dataclass(frozen=True)
@@ -43,29 +47,27 @@ class Request:
     db: Path
     lengths: Sequence[int] | None = None
     weights: Sequence[float] | None = None
+    site: Site = HERE
 
 
 #: Told what happens; the command line prints it.
 Say = Callable[[str], None]
 
 
-def choose_device(device: str | None, target: str | None) -> tuple[Device, bool]:
-    """The card to tune for, and whether it is the one here.
+def choose_device(device: str | None, target: str | None, site: Site = HERE) -> tuple[Device, bool]:
+    """The card to tune for, and whether the site has it.
 
     Raises:
         ValueError: unknown words, a GPU without fp8, or one that is not the named card.
     """
     if device is None and target is None:
-        found = devices.here()
-        return (found, True) if found is not None else (devices.named(), False)
+        first = next(iter(site.devices()), None)
+        return (first, True) if first is not None else (devices.named(), False)
     wanted = devices.named(device, target)
     with contextlib.suppress(ValueError):  # the GPU here can't serve, and was not asked for
-        found = devices.here()
-        same = found is not None and (
-            found.silicon == wanted.silicon if device is not None else found.silicon.target == wanted.silicon.target
-        )
-        if found is not None and same:
-            return found, True
+        for found in site.devices():
+            if found.silicon == wanted.silicon or (device is None and found.silicon.target == wanted.silicon.target):
+                return found, True
     return wanted, False
 
 
@@ -89,14 +91,13 @@ def tune(request: Request, say: Say) -> list[dict[str, Any]]:
     card = f"{request.device.name} ({request.device.silicon.target})"
     fitted = f"no such GPU here (the cost model was fitted on {cost.MODEL.fitted_on})"
     say(f"measuring on {card}" if request.on_gpu else f"predicting for {card}: {fitted}")
-    jobs = request.jobs or default_jobs()
-    pools = Pools.of(jobs, request.on_gpu)
+    pools = request.site.pools(request.jobs, request.device, request.on_gpu, say)
     deadline = None if request.budget_s is None else time.monotonic() + request.budget_s
     results = []
     with _interrupted_once():
         try:
             for problem, profile in zip(problems, profiles, strict=True):
-                result = _tune_one(op, problem, profile, request, store, pools, jobs, deadline, say)
+                result = _tune_one(op, problem, profile, request, store, pools, deadline, say)
                 results.append(result)
                 if result["status"] == "interrupted":
                     break
@@ -147,7 +148,6 @@ def _tune_one(
     request: Request,
     store: Store,
     pools: Pools,
-    jobs: int,
     deadline: float | None,
     say: Say,
 ) -> dict[str, Any]:
@@ -164,7 +164,7 @@ def _tune_one(
         if request.on_gpu:
             setup = _fitting(op, setup, pools, say)
             baseline, references = _baseline(setup, pools, say)
-        evaluation = Evaluation(setup, pools, baseline, jobs)
+        evaluation = Evaluation(setup, pools, baseline)
         space = op.space(problem, request.device)
         first = [op.default(problem, request.device), op.reference_config(problem, request.device)]
         # Without a GPU no trial is spent on what can't be checked here, and so can't win.
@@ -209,10 +209,11 @@ def _fitting(op: Op[Any, Any], setup: Setup, pools: Pools, say: Say) -> Setup:
     Raises:
         ValueError: not even the shortest does.
     """
-    answer = pools.judges.ask(measure.memory_job)
-    if answer.kind != "ok":
-        raise ValueError(f"the GPU can't be used: {answer.reason}")
-    free = answer.value
+    answers = pools.judges.ask_each(measure.memory_job)
+    for answer in answers:
+        if answer.kind != "ok":
+            raise ValueError(f"the GPU can't be used: {answer.reason}")
+    free = min(answer.value for answer in answers)
     profile = setup.profile
     needs = {n: op.memory_needed(setup.problem, profile, n) for n in profile.lengths}
     kept = [(n, w) for n, w in zip(profile.lengths, profile.weights, strict=True) if needs[n] <= free * 0.9]

@@ -79,6 +79,7 @@ class Trial(Record):
         score: weighted geometric mean over the range of time against the baseline's, or against the byte floor
             (``yardstick`` says which); lower is better.
         error: worst relative error of its check.
+        card: UUID of the GPU that judged it, "" for none; times of different cards are never held against each other.
         checked_by: ``gpu``, ``interpreter``, ``emulation`` (its machine code, reassembled, on another GPU) or "".
         compile_seconds, judge_seconds: what its compile job, and its check and timing, took.
     """
@@ -100,6 +101,7 @@ class Trial(Record):
     error: float | None = None
     checked_by: str = ""
     reason: str = ""
+    card: str = ""
     resources: Resources | None = None
     warnings: list[str] = Field(default_factory=list)
     seed: int = 0

@@ -8,11 +8,20 @@ import subprocess
 import time
 from pathlib import Path
 
-from dsv4tune.tools.workers import Poisoned
+from dsv4tune.tools.executor import Last, Poisoned, Unusable
 
 
 def double(n: int) -> int:
     return 2 * n
+
+
+def note(path: str) -> None:
+    with open(path, "a") as file:
+        print(os.getpid(), file=file)
+
+
+def nap(seconds: float) -> None:
+    time.sleep(seconds)
 
 
 def pid() -> int:
@@ -52,3 +61,31 @@ def hang_in_a_child(marker: str) -> None:
 
 def poison() -> None:
     raise Poisoned("device fault: illegal memory access")
+
+
+def last() -> Last:
+    return Last(os.getpid())
+
+
+def only_on(card: str) -> str:
+    """Needs the process of one card."""
+    if os.environ["CARD"] != card:
+        raise Unusable(f"no device in {os.environ['CARD']}")
+    return card
+
+
+def unpicklable() -> object:
+    return lambda: None
+
+
+def hoard() -> None:
+    held = []
+    while True:
+        held.append(bytearray(os.urandom(1 << 20) * 32))
+
+
+def keep() -> None:
+    _kept.append(bytearray(os.urandom(1 << 20) * 300))
+
+
+_kept: list[bytearray] = []

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dsv4tune.tools.workers import Answer, Pool, collect
+from dsv4tune.tools.executor import Answer, collect
+from dsv4tune.tools.workers import Pool
 
 
 def answers(pool: Pool, jobs: Mapping[Any, tuple[Any, ...]] | None = None) -> dict[Any, Answer]:

@@ -86,6 +86,8 @@ def gpu() -> Iterator[None]:
         "synchronize": lambda: None,
         "empty_cache": lambda: None,
         "mem_get_info": lambda: (1 << 36, 1 << 37),
+        "memory_reserved": lambda: 0,
+        "memory_allocated": lambda: 0,
     }
     generator = torch.Generator
     with contextlib.ExitStack() as stack:
@@ -109,7 +111,9 @@ def measured(rows: int, config: Config) -> tuple[PeerTimes, Measured]:
     setup = Setup(problem, Profile(320, (64, 320), (1.0, 1.0)), CARD, 0)
     with gpu():
         assert measure.memory_job() == 1 << 36
-        return measure.peer_job(setup, "deep_gemm"), measure.device_job(setup, config, "deep_gemm")
+        peer, candidate = measure.peer_job(setup, "deep_gemm"), measure.device_job(setup, config, "deep_gemm")
+    assert isinstance(candidate, Measured)
+    return peer, candidate
 
 
 def benched(op: str, shape: Shape, configs: dict[str, Config], wanted: tuple[str, ...]) -> dict[str, Any]:

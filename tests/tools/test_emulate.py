@@ -15,7 +15,7 @@ from dsv4tune.codegen.op import Verdict
 from dsv4tune.codegen.ops.indexer import Indexer, IndexerProblem
 from dsv4tune.tools import cli, emulate
 from dsv4tune.tools.emulate import Candidate, Emulated
-from dsv4tune.tools.workers import Answer
+from dsv4tune.tools.executor import Answer
 from dsv4tune.tuned.store import Store
 
 

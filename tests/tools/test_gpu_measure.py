@@ -1,4 +1,4 @@
-"""Measuring on a real GPU: candidates that fault, hang or leak cost one trial; the command end to end."""
+"""Measuring on a real GPU: failing candidates leave no memory behind; the command end to end."""
 
 from __future__ import annotations
 
@@ -39,25 +39,6 @@ def pool() -> Iterator[Pool]:
 def default(indexer: Indexer, setup: Setup) -> Config:
     assert isinstance(setup.problem, IndexerProblem)
     return indexer.default(setup.problem, setup.device)
-
-
-def test_the_next_candidate_is_measured_after_a_fault_and_a_hang(indexer: Indexer, setup: Setup, pool: Pool) -> None:
-    import gpu_jobs
-
-    config = default(indexer, setup)
-    pool.limit_s = 25
-    pool.submit("good", device_job, setup, config, None)
-    pool.submit("fault", gpu_jobs.fault, setup, config)
-    pool.submit("after the fault", device_job, setup, config, None)
-    pool.submit("hang", gpu_jobs.hang, setup, config)
-    pool.submit("after the hang", device_job, setup, config, None)
-    found = answers(pool)
-    assert found["fault"].kind == "died" and "device fault" in found["fault"].reason, found["fault"]
-    assert found["hang"].kind == "timeout" and found["hang"].seconds < 40
-    for tag in ("good", "after the fault", "after the hang"):
-        measured = found[tag].value
-        assert found[tag].kind == "ok" and measured.verdict.ok, found[tag]
-        assert set(measured.timings) == {128, 8448} and all(0.5 < t.us < 1000 for t in measured.timings.values())
 
 
 def test_failing_candidates_leave_no_memory_behind(indexer: Indexer, setup: Setup, pool: Pool) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator
 
 import mla_jobs
@@ -9,9 +11,12 @@ import pretend_gpu
 import pytest
 
 from dsv4tune.codegen import ops
+from dsv4tune.codegen.compile import CompileError
 from dsv4tune.codegen.devices import DEVICES
 from dsv4tune.codegen.ops.indexer import Indexer
 from dsv4tune.codegen.problem import Shape
+from dsv4tune.tools import measure
+from dsv4tune.tools.executor import Unusable
 from dsv4tune.tools.workers import Pool
 
 
@@ -34,6 +39,23 @@ def test_a_candidate_is_checked_and_timed_in_turn_with_the_baseline(indexer: Ind
     for timing in measured.timings.values():
         assert timing.us == timing.baseline_us == 125.0 and timing.spread == 0.0
     assert set(measured.timings) == {64, 320}
+
+
+@pytest.mark.parametrize(("number", "own"), [(errno.ENOSPC, False), (errno.EROFS, False), (errno.ENOENT, True)])
+def test_a_full_disk_is_no_fault_of_the_candidate(
+    indexer: Indexer, monkeypatch: pytest.MonkeyPatch, number: int, own: bool
+) -> None:
+    def compile_config(*_: object) -> None:
+        try:
+            raise OSError(number, os.strerror(number), "kernel.cubin")
+        except OSError as error:
+            raise CompileError(str(error)) from error
+
+    monkeypatch.setattr(measure, "compile_config", compile_config)
+    card = DEVICES["rtx-pro-6000"]
+    problem = indexer.problem(3, card.silicon)
+    with pytest.raises(CompileError if own else Unusable, match=os.strerror(number)):
+        measure.compile_job(problem, indexer.default(problem, card))
 
 
 def test_a_bench_row_holds_everyone_on_the_same_tensors(indexer: Indexer, pool: Pool) -> None:

@@ -17,14 +17,15 @@ from dsv4tune.codegen.render import cache_folder
 from dsv4tune.tools import measure, peers
 from dsv4tune.tools.cli import app
 from dsv4tune.tools.evaluate import Pools
+from dsv4tune.tools.executor import Answer
 from dsv4tune.tools.measure import PeerTimes, Setup
 from dsv4tune.tools.tune import _baseline, _fitting
-from dsv4tune.tools.workers import Answer
+from dsv4tune.tools.workers import Pool
 
 
 def pools(answer: Any) -> Any:
     """Stands in for the worker processes: `answer(function, *arguments)`."""
-    return SimpleNamespace(judges=SimpleNamespace(ask=answer))
+    return SimpleNamespace(judges=SimpleNamespace(ask=answer, ask_each=lambda *job: [answer(*job)]))
 
 
 @pytest.fixture
@@ -80,8 +81,8 @@ def test_compilers_and_judges_share_one_cache(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setenv("TRITON_CACHE_DIR", given)
         for on_gpu in (True, False):
             made = Pools.of(2, on_gpu)
-            assert made.compilers.environment["TRITON_CACHE_DIR"] == wanted
-            assert made.judges.environment["TRITON_CACHE_DIR"] == wanted
+            for pool in (made.compilers, made.judges):
+                assert isinstance(pool, Pool) and pool.environment["TRITON_CACHE_DIR"] == wanted
 
 
 def test_a_spent_budget_ends_every_problem(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -25,11 +25,36 @@ from dsv4tune.tools.cli.options import (
     summary,
 )
 
+if TYPE_CHECKING:
+    from dsv4tune.tools.sites import Site
+
 
 class Sampler(str, Enum):
     tpe = "tpe"
     random = "random"
     grid = "grid"
+
+
+class Where(str, Enum):
+    local = "local"
+    ray = "ray"
+
+
+def _site(executor: Where, gpus: str | None) -> Site:
+    """Where a search runs.
+
+    Raises:
+        ValueError: GPUs that are not here, or no cluster that can be used.
+    """
+    from dsv4tune.tools.sites import Local
+
+    if executor is Where.local:
+        return Local(gpus)
+    if gpus is not None:
+        raise ValueError("--gpus names GPUs of this machine: with --executor ray name a --device instead")
+    from dsv4tune.tools.ray_pool import RayCluster
+
+    return RayCluster(say)
 
 
 def search_command(
@@ -53,6 +78,12 @@ def search_command(
     sampler: Annotated[Sampler, typer.Option(help="How candidates are proposed.")] = Sampler.tpe,
     seed: Annotated[int, typer.Option(help="Of the sampler and the inputs.")] = 0,
     jobs: Annotated[int | None, typer.Option(min=1, help="Compiler processes [default: one a core]")] = None,
+    gpus: Annotated[
+        str | None, typer.Option(help="GPUs to measure on, a process each: all, or numbers such as 0,1. [default: 0]")
+    ] = None,
+    executor: Annotated[
+        Where, typer.Option(help="Where processes run: this machine, or the Ray cluster of $RAY_ADDRESS.")
+    ] = Where.local,
     db: Db = None,
     as_json: AsJson = False,
 ) -> None:
@@ -60,6 +91,9 @@ def search_command(
 
     Measures on the GPU here; without one (or for another card) it compiles, checks through Triton's interpreter and
     predicts. Stops at --trials, --budget or Ctrl-C, and goes on from there when run again.
+
+    With several GPUs each candidate is timed in turn with the baseline on one of them, and only GPUs of one silicon
+    take part. With --executor ray, those of a cluster do; its machines need the same dsv4tune, Triton and torch.
 
     The budget is that of all rows together. Lengths and widths count cached entries, one for 4 tokens of context.
 
@@ -71,9 +105,10 @@ def search_command(
 
     try:
         ops.get(kernel)
-        card, on_gpu = tune.choose_device(device, target)
         if trials < 1:
             raise ValueError(f"--trials must be at least 1, not {trials}")
+        site = _site(executor, gpus)
+        card, on_gpu = tune.choose_device(device, target, site)
         if weights is not None and lengths is None:
             raise ValueError("--weights goes with --lengths: name both")
         request = tune.Request(
@@ -92,6 +127,7 @@ def search_command(
             db=db or store.default_path(),
             lengths=None if lengths is None else [read_count(n, "--lengths") for n in lengths.split(",")],
             weights=None if weights is None else [read_weight(w) for w in weights.split(",")],
+            site=site,
         )
         results = tune.tune(request, say)
     except (ValueError, store.StoreError, OSError) as error:
