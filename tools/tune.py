@@ -163,7 +163,7 @@ def _tune_one(
         pools.warm()
         if request.on_gpu:
             setup = _fitting(op, setup, pools, say)
-            baseline, references = _baseline(setup, pools, say)
+            baseline, references = timed_baseline(setup, pools, say)
         evaluation = Evaluation(setup, pools, baseline)
         space = op.space(problem, request.device)
         first = [op.default(problem, request.device), op.reference_config(problem, request.device)]
@@ -228,7 +228,7 @@ def _fitting(op: Op[Any, Any], setup: Setup, pools: Pools, say: Say) -> Setup:
     return replace(setup, profile=Profile(profile.width, lengths, weights, profile.causal))
 
 
-def _baseline(setup: Setup, pools: Pools, say: Say) -> tuple[Baseline | None, dict[str, Any]]:
+def timed_baseline(setup: Setup, pools: Pools, say: Say) -> tuple[Baseline | None, dict[str, Any]]:
     """The server's own kernel, and every other way to compute the op that is installed, each timed alone."""
     server = peers.baseline(setup.problem.op, setup.problem.silicon)
     if server is None:
