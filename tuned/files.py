@@ -343,11 +343,13 @@ def write(place: str, parts: Iterable[str]) -> None:
     """Write a file whole or not at all; a URL by its file system.
 
     Raises:
-        FileRefused: a URL can't be written.
-        OSError: a local file can't be.
+        FileRefused: it can't be written.
     """
     if not is_url(place):
-        write_whole(Path(place), parts)
+        try:
+            write_whole(Path(place), parts)
+        except OSError as error:
+            raise FileRefused(f"can't write {place} ({error.strerror or error}): choose another with -o") from error
         return
     system, path = file_system(place)
     try:

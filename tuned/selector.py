@@ -237,7 +237,7 @@ class Book:
         below, above = self._nearest(of, problem.rows, -1), self._nearest(of, problem.rows, 1)
         if not below or not above:
             rows = {*self._families.get(of, {}), *(self.stored.rows(of) if self.stored is not None else ())}
-            held = ", ".join(str(r) for r in sorted(rows))
+            held = ", ".join(str(r) for r in sorted(rows - {problem.rows}))
             why = f"entries are for {held} rows, which don't enclose these" if held else "no entry for this silicon"
             return Decision(problem, width, None, "", why)
         return self._between(problem, width, rules, (below, above))

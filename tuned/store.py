@@ -199,16 +199,16 @@ class Store:
 
     def _connect(self) -> Database:
         db = Database(sqlite3.connect(self.path.absolute(), timeout=30), execute_plugins=False)
+        db.conn.execute("PRAGMA trusted_schema = OFF")
+        self._refuse_foreign(db)
         db.conn.execute("PRAGMA journal_mode = WAL")
         # Each commit reaches the disk: a finished trial cost GPU time.
         db.conn.execute("PRAGMA synchronous = FULL")
-        db.conn.execute("PRAGMA trusted_schema = OFF")
         # A large file is read for seconds: there only its size is held against what its header says.
         if self.path.stat().st_size <= _CHECKED_WHOLE:
             for (answer,) in db.conn.execute("PRAGMA quick_check(1)"):
                 if answer != "ok":
                     raise sqlite3.DatabaseError(answer)
-        self._refuse_foreign(db)
         return db
 
     def _refuse_foreign(self, db: Database) -> None:
@@ -275,7 +275,7 @@ class Store:
         """
         until = (datetime.now(timezone.utc) - timedelta(days=older_than_days)).isoformat(timespec="seconds")
         meant = set(self.problems(only))
-        found = self.db.query(LOSERS, {"until": until})
+        found = self._rows(LOSERS, {"until": until})
         return [row["id"] for row in found if row["key"] in meant]
 
     def delete(self, numbers: Sequence[int]) -> None:
@@ -297,7 +297,7 @@ class Store:
 
     def total(self) -> int:
         """Trials of all problems."""
-        (found,) = self.db.query("select count(*) n from trial")
+        (found,) = self._rows("select count(*) n from trial")
         return int(found["n"])
 
     @contextlib.contextmanager
@@ -322,7 +322,7 @@ class Store:
         self.db.commit()
 
     def _id(self, table: str, row: dict[str, Any], unique: str) -> int:
-        found = list(self.db.query(f"select id from {table} where {unique} = ?", [row[unique]]))
+        found = list(self._rows(f"select id from {table} where {unique} = ?", [row[unique]]))
         if found:
             return int(found[0]["id"])
         if table == "environment":
@@ -331,16 +331,22 @@ class Store:
 
     # -- reading ------------------------------------------------------------------------------------------------
 
+    def _rows(self, query: str, values: Any = None) -> Iterator[dict[str, Any]]:
+        try:
+            yield from self.db.query(query, values)
+        except sqlite3.DatabaseError as error:
+            raise StoreError(f"can't read {self.path} ({error}): use another --db") from error
+
     def trials(self, problem_key: str | None = None) -> Iterator[Trial]:
         """Finished trials in the order they ended."""
         where, values = ("where p.key = ?", [problem_key]) if problem_key is not None else ("", [])
-        for row in self.db.query(f"{_SELECT} {where} order by t.id", values):
+        for row in self._rows(f"{_SELECT} {where} order by t.id", values):
             yield _trial(row)
 
     def problems(self, only: Filter = EVERYTHING) -> list[str]:
         """Keys of the problems with trials, by op, rows and silicon."""
         query = "select key from problem where (:op is null or op = :op) and (:rows is null or rows = :rows) "
-        found = self.db.query(query + "order by op, rows, key", {"op": only.op, "rows": only.rows})
+        found = self._rows(query + "order by op, rows, key", {"op": only.op, "rows": only.rows})
         return [row["key"] for row in found if only.matches(row["key"])]
 
     def best(self, problem_key: str, over: Range | None = None) -> Trial | None:
@@ -352,12 +358,12 @@ class Store:
         the same.
         """
         values = {"key": problem_key, "range": None if over is None else _text(over.model_dump(mode="json"))}
-        return next((_trial(row) for row in self.db.query(self._best_query(over is not None), values)), None)
+        return next((_trial(row) for row in self._rows(self._best_query(over is not None), values)), None)
 
     def _best_query(self, over: bool) -> str:
         if self._same_compiler is None:
             triton = metadata.version("triton")
-            found = self.db.query("select id from environment where json_extract(json, '$.triton') = ?", [triton])
+            found = self._rows("select id from environment where json_extract(json, '$.triton') = ?", [triton])
             self._same_compiler = ", ".join(str(row["id"]) for row in found)
         rank = BEST_RANK.format(same=self._same_compiler)
         return BEST.format(select=_SELECT, rank=rank, range="and range = :range " if over else "")
@@ -375,11 +381,11 @@ class Store:
         )
         values = [trial.problem_key, trial.provenance, trial.score, _text(trial.config), trial.source_sha]
         wanted = Entry.of(trial)
-        return any(Entry.of(_trial(row)) == wanted for row in self.db.query(query, values))
+        return any(Entry.of(_trial(row)) == wanted for row in self._rows(query, values))
 
     def problem(self, key: str) -> dict[str, Any]:
         """A stored problem as JSON."""
-        (found,) = self.db.query("select json from problem where key = ?", [key])
+        (found,) = self._rows("select json from problem where key = ?", [key])
         return dict(json.loads(found["json"]))
 
     def ranges(self, problem_key: str) -> list[Range]:
@@ -388,7 +394,7 @@ class Store:
             "select distinct t.range, t.width from trial t join problem p on p.id = t.problem_id where p.key = ? "
             "order by t.width desc, length(t.range) desc, t.range"
         )
-        return [Range(**json.loads(row["range"])) for row in self.db.query(query, [problem_key])]
+        return [Range(**json.loads(row["range"])) for row in self._rows(query, [problem_key])]
 
     def counts(self, problem_key: str, over: Range) -> dict[str, int]:
         """Trials over one range by status."""
@@ -397,7 +403,7 @@ class Store:
             "where p.key = ? and t.range = ? group by 1"
         )
         values = [problem_key, _text(over.model_dump(mode="json"))]
-        return {row["status"]: row["n"] for row in self.db.query(query, values)}
+        return {row["status"]: row["n"] for row in self._rows(query, values)}
 
 
 _SELECT = (
