@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from dsv4tune.codegen import ops
-from dsv4tune.codegen.devices import KB, Device
+from dsv4tune.codegen.devices import DEVICES, KB, Device
 from dsv4tune.codegen.problem import Problem, Silicon
 from dsv4tune.codegen.render import render
 from dsv4tune.tools import catalogue
@@ -34,6 +34,8 @@ from dsv4tune.tuned.store import EVERYTHING, Filter, Store
 
 OP = ops.get("indexer")
 WIDTH = 262_208
+#: Valid for every row count here.
+CONFIG = OP.reference_config(OP.problem(64, DEVICES["rtx-pro-6000"].silicon), DEVICES["rtx-pro-6000"])
 LENGTHS = [128, 2048, 32768, WIDTH]
 
 
@@ -47,7 +49,7 @@ def problems() -> list[tuple[Problem, Device]]:
 
 
 def winner(problem: Problem, card: Device, dice: random.Random) -> Trial:
-    config = OP.default(problem, card)
+    config = OP.space(problem, card).check(CONFIG)
     beside = {n: 3.0 + n / 5000 for n in LENGTHS}
     times = {n: round(us * dice.uniform(0.7, 0.95), 4) for n, us in beside.items()}
     score = math.exp(sum(math.log(times[n] / beside[n]) for n in LENGTHS) / len(LENGTHS))

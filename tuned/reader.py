@@ -17,6 +17,9 @@ from dsv4tune.tuned.records import Entry, Trial
 #: Seconds to wait for a writer's lock; a search's writes take milliseconds.
 LOCK_S = 0.3
 
+#: What SQLite says of a file that is locked, spoilt or none of its own; text of a spoilt one may be no text.
+UNREADABLE = (sqlite3.Error, UnicodeDecodeError)
+
 #: Migrations that this reader knows the tables of; see `dsv4tune.tuned.store`.
 KNOWN = ("m001_trials", "m002_sharing")
 
@@ -65,7 +68,7 @@ class Stored:
             self._open()
 
     def _open(self) -> None:
-        connection = open_read_only(self.path, LOCK_S)
+        connection = self._connection = open_read_only(self.path, LOCK_S)
         applied = [
             name
             for (name,) in connection.execute("select name from _sqlite_migrations where migration_set = 'dsv4tune'")
@@ -73,14 +76,13 @@ class Stored:
         newer = [name for name in applied if name not in KNOWN]
         foreign = foreign_objects(connection)
         if newer or foreign:
-            connection.close()
+            self.close()
             why = f"was written by a newer dsv4tune ({newer[0]})" if newer else f"holds {foreign}, none of ours"
             self._tell(f"{self.path} {why}: not read; " + ("upgrade dsv4tune" if newer else "name another database"))
             return
         if KNOWN[1] not in applied:
             self._family, self._imported = "json_remove(p.json, '$.rows')", "''"
         connection.execute("BEGIN")
-        self._connection = connection
 
     def close(self) -> None:
         if self._connection is not None:
@@ -123,7 +125,7 @@ class Stored:
     def _errors(self) -> Iterator[None]:
         try:
             yield
-        except sqlite3.Error as error:
+        except UNREADABLE as error:
             self.close()
             self._tell(f"can't read {self.path} ({error}): not used; name another database in $DSV4TUNE_DB")
 

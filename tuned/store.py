@@ -16,8 +16,8 @@ from typing import Any
 
 from sqlite_utils import Database, Migrations
 
+from dsv4tune.tuned.reader import UNREADABLE, foreign_objects, open_read_only
 from dsv4tune.tuned.reader import default_path as default_path
-from dsv4tune.tuned.reader import foreign_objects, open_read_only
 from dsv4tune.tuned.records import Entry, Range, Trial
 
 migrations = Migrations("dsv4tune")
@@ -156,7 +156,7 @@ class Store:
                     raise StoreError(
                         f"{self.path} has an older schema or no trials: a search or `dsv4tune prune` migrates it"
                     )
-            except sqlite3.DatabaseError as error:
+            except UNREADABLE as error:
                 raise StoreError(f"can't read {self.path} ({error}): name another database with --db") from error
 
     def _open_for_writing(self) -> Database:
@@ -184,18 +184,16 @@ class Store:
         if self.path.exists() and not os.access(self.path, os.W_OK):
             raise PermissionError(13, "it is read-only")
         try:
-            db = self._connect()
+            return self._connect()
         except sqlite3.OperationalError:
             raise  # locked, or a full disk: the file may be sound
-        except sqlite3.DatabaseError as error:
+        except UNREADABLE as error:
             aside = _free_name(self.path)
             for suffix in ("", "-wal", "-shm"):
                 with contextlib.suppress(FileNotFoundError):
                     os.replace(f"{self.path}{suffix}", f"{aside}{suffix}")
             self.notes.append(f"{self.path} is no sound database ({error}); set aside as {aside}, starting a new one")
-            db = self._connect()
-        migrations.apply(db)
-        return db
+            return self._connect()
 
     def _connect(self) -> Database:
         db = Database(sqlite3.connect(self.path.absolute(), timeout=30), execute_plugins=False)
@@ -209,6 +207,7 @@ class Store:
             for (answer,) in db.conn.execute("PRAGMA quick_check(1)"):
                 if answer != "ok":
                     raise sqlite3.DatabaseError(answer)
+        migrations.apply(db)
         return db
 
     def _refuse_foreign(self, db: Database) -> None:
@@ -264,7 +263,7 @@ class Store:
     def _insert_row(self, table: str, row: dict[str, Any]) -> int:
         # sqlite-utils would look at the table's schema for every row.
         names, marks = ", ".join(row), ", ".join("?" * len(row))
-        done = self.db.execute(f"insert into {table} ({names}) values ({marks})", list(row.values()))
+        done = self.db.conn.execute(f"insert into {table} ({names}) values ({marks})", list(row.values()))
         return int(done.lastrowid or 0)
 
     def losers(self, only: Filter, older_than_days: int) -> list[int]:
@@ -322,9 +321,9 @@ class Store:
         self.db.commit()
 
     def _id(self, table: str, row: dict[str, Any], unique: str) -> int:
-        found = list(self._rows(f"select id from {table} where {unique} = ?", [row[unique]]))
-        if found:
-            return int(found[0]["id"])
+        found = self.db.conn.execute(f"select id from {table} where {unique} = ?", [row[unique]]).fetchone()
+        if found is not None:
+            return int(found[0])
         if table == "environment":
             self._same_compiler = None
         return self._insert_row(table, row)
@@ -334,7 +333,7 @@ class Store:
     def _rows(self, query: str, values: Any = None) -> Iterator[dict[str, Any]]:
         try:
             yield from self.db.query(query, values)
-        except sqlite3.DatabaseError as error:
+        except UNREADABLE as error:
             raise StoreError(f"can't read {self.path} ({error}): use another --db") from error
 
     def trials(self, problem_key: str | None = None) -> Iterator[Trial]:
@@ -450,8 +449,7 @@ def _trial(row: dict[str, Any]) -> Trial:
         ) from error
 
 
-def _text(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+_text = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 
 
 def _free_name(path: Path) -> Path:
