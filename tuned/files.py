@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from typing import IO, Any, NoReturn
 from urllib.parse import unquote
@@ -41,15 +42,14 @@ class FileRefused(ValueError):
 
 @dataclass
 class Source:
-    """One file's name and a private copy of its bytes."""
+    """One file's name and a private copy of its bytes.
+
+    The copy is empty where it is a local database: that is read in its place, with what its log holds.
+    """
 
     name: str
     copy: IO[bytes]
-
-    @property
-    def is_database(self) -> bool:
-        self.copy.seek(0)
-        return self.copy.read(16) == b"SQLite format 3\0"
+    is_database: bool = False
 
     def entries(self) -> Iterator[Entry]:
         """Its entries in order.
@@ -224,17 +224,19 @@ def opened(place: str) -> Iterator[list[Source]]:
         FileRefused: there is none, or one is no regular file, too large, or lies outside its folder.
     """
     with contextlib.ExitStack() as stack:
-        yield [Source(name, stack.enter_context(copy)) for name, copy in _copies(place)]
+        yield [Source(name, stack.enter_context(copy), database) for name, copy, database in _copies(place)]
 
 
-def _copies(place: str) -> list[tuple[str, IO[bytes]]]:
+def _copies(place: str) -> Iterator[tuple[str, IO[bytes], bool]]:
     if place == "-":
-        return [("stdin", _copied("stdin", sys.stdin.buffer))]
+        yield "stdin", _copied("stdin", sys.stdin.buffer), False
+        return
     if "\0" in place or "\n" in place:
         raise FileRefused(f"'{_shown(place)}' is no name of a file")
     if is_url(place):
-        return [(name, _copied(name, handle)) for name, handle in _from_url(place)]
-    found = []
+        for name, handle in _from_url(place):
+            yield name, _copied(name, handle), False
+        return
     for path in _files(Path(place)):
         try:
             # Not to wait for whoever may write into a pipe.
@@ -243,13 +245,15 @@ def _copies(place: str) -> list[tuple[str, IO[bytes]]]:
                 state = os.fstat(number)
                 if not stat.S_ISREG(state.st_mode):
                     raise FileRefused(f"{path} is no regular file")
-                if state.st_size > MAX_BYTES and handle.read(16) != b"SQLite format 3\0":
+                if handle.read(16) == b"SQLite format 3\0":
+                    yield str(path), io.BytesIO(), True
+                    continue
+                if state.st_size > MAX_BYTES:
                     raise FileRefused(f"{path} has {state.st_size} B: a file has at most {MAX_BYTES}")
                 handle.seek(0)
-                found.append((str(path), _copied(str(path), handle)))
+                yield str(path), _copied(str(path), handle), False
         except OSError as error:
             raise FileRefused(f"can't read {path} ({error.strerror})") from error
-    return found
 
 
 def _files(path: Path) -> list[Path]:
@@ -377,10 +381,26 @@ def write_whole(path: Path, parts: Iterable[str]) -> None:
         raise
 
 
+# -- the format -------------------------------------------------------------------------------------------------
+
+
 def schema() -> dict[str, Any]:
     """The JSON Schema of the files that are written."""
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "$id": f"https://dsv4tune/schema/v{VERSION}.json",
-        **Catalogue.model_json_schema(mode="validation"),
+        "title": f"dsv4tune entries, version {VERSION}",
+        **{name: value for name, value in Catalogue.model_json_schema().items() if name != "title"},
     }
+
+
+def published_versions() -> list[int]:
+    """Versions whose JSON Schema lies in ``tuned/schema``."""
+    names = (file.name for file in resources.files("dsv4tune.tuned").joinpath("schema").iterdir())
+    return [int(name[1:-5]) for name in names if name.endswith(".json")]
+
+
+def published(version: int) -> dict[str, Any]:
+    """That of one version."""
+    file = resources.files("dsv4tune.tuned").joinpath("schema", f"v{version}.json")
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return found

@@ -7,8 +7,6 @@ faster. An import adds to a database and removes nothing, so both stay in its hi
 from __future__ import annotations
 
 import contextlib
-import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -44,38 +42,21 @@ def trusted(source: Source, *, current_source: bool = True) -> Iterator[Entry]:
     Raises:
         FileRefused: at the first fault.
     """
-    with _database(source) if source.is_database else contextlib.nullcontext(source.entries()) as entries:
-        for number, entry in enumerate(entries):
-            try:
-                trust.check(entry, current_source=current_source)
-            except trust.Distrust as error:
-                raise FileRefused(f"{source.name}: entries[{number}].{error}") from error
-            yield entry
-
-
-@contextlib.contextmanager
-def _database(source: Source) -> Iterator[Iterator[Entry]]:
-    """The winners of another's database, from a copy that nothing else holds open."""
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / "copy.db"
-        source.copy.seek(0)
-        with copy.open("wb") as out:
-            shutil.copyfileobj(source.copy, out)
+    for number, entry in enumerate(_winners(source.name) if source.is_database else source.entries()):
         try:
-            with contextlib.closing(Store(copy)) as store:
-                if store.notes:
-                    raise FileRefused(f"{source.name} is no sound database")
-                yield _strict(source.name, store)
-        except StoreError as error:
-            raise FileRefused(str(error).replace(str(copy), source.name)) from error
+            trust.check(entry, current_source=current_source)
+        except trust.Distrust as error:
+            raise FileRefused(f"{source.name}: entries[{number}].{error}") from error
+        yield entry
 
 
-def _strict(name: str, store: Store) -> Iterator[Entry]:
-    """A database's columns may hold anything: the winners by way of the text that a file would have."""
+def _winners(name: str) -> Iterator[Entry]:
+    """Of another's database, whose columns may hold anything: by way of the text that a file would have."""
     try:
-        for entry in exported(store, EVERYTHING, []):
-            yield Entry.model_validate_json(entry.model_dump_json(), strict=True)
-    except (ValueError, TypeError) as error:
+        with contextlib.closing(Store(Path(name), create=False)) as store:
+            for entry in exported(store, EVERYTHING, []):
+                yield Entry.model_validate_json(entry.model_dump_json(), strict=True)
+    except (StoreError, ValueError, TypeError) as error:
         raise FileRefused(f"{name}: {str(error).splitlines()[0]}") from error
 
 
