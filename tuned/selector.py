@@ -184,7 +184,7 @@ class Book:
     def add(self, found: Iterable[Found]) -> None:
         for one in found:
             problem = self._problem_of(one)
-            if problem is not None:
+            if problem is not None and self._words_agree(one):
                 self._families.setdefault(family(problem), {}).setdefault(problem.rows, []).append(one)
 
     def _problem_of(self, one: Found) -> Problem | None:
@@ -195,13 +195,17 @@ class Book:
                 return None
             if problem.key != one.entry.problem_key:
                 raise ValueError(f"its key is '{one.entry.problem_key}', its problem's '{problem.key}'")
-            missing = set(ops.get(problem.op).words) ^ set(one.entry.config)
-            if missing:
-                raise ValueError(f"config words {', '.join(sorted(missing))} are of another dsv4tune")
         except (ValueError, TypeError, KeyError) as error:
             self.tell(f"{one.origin}: an entry can't be used ({str(error).splitlines()[0]}): left out")
             return None
         return problem
+
+    def _words_agree(self, one: Found) -> bool:
+        missing = set(ops.get(str(one.entry.problem["op"])).words) ^ set(one.entry.config)
+        if missing:
+            words = ", ".join(sorted(missing))
+            self.tell(f"{one.origin}: an entry can't be used (config words {words} are of another dsv4tune): left out")
+        return not missing
 
     def _at(self, family: str, rows: int) -> list[Found]:
         """Everything for one problem, the user's own first."""
@@ -209,7 +213,10 @@ class Book:
         if self.stored is not None:
             held = self.stored.entries(family, rows)
             mine = [Found(entry, str(self.stored.path), here) for entry, here in held]
-            mine = [one for one in mine if self._problem_of(one) is not None]
+            # One row of the database is the problem of all of them.
+            if mine and self._problem_of(mine[0]) is None:
+                mine = []
+            mine = [one for one in mine if self._words_agree(one)]
         return mine + self._families.get(family, {}).get(rows, [])
 
     def _nearest(self, family: str, rows: int, step: int) -> list[Found]:

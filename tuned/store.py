@@ -83,7 +83,8 @@ def m002_sharing(db: Database) -> None:
     db.execute("drop index idx_trial_problem_id_status_provenance_score")
     db.execute(
         "create index trial_best on trial(problem_id, provenance, imported, environment_id, yardstick, width, lengths, "
-        "score) where status = 'ok' and score is not null"
+        # With the status, for which SQLite 3.40 would read the row where the index doesn't hold it.
+        "score, status) where status = 'ok' and score is not null"
     )
     db.execute("create index trial_range on trial(problem_id, range, status)")
     # A problem without its rows.
@@ -365,7 +366,11 @@ class Store:
             found = self._rows("select id from environment where json_extract(json, '$.triton') = ?", [triton])
             self._same_compiler = ", ".join(str(row["id"]) for row in found)
         rank = BEST_RANK.format(same=self._same_compiler)
-        return BEST.format(select=_SELECT, rank=rank, range="and range = :range " if over else "")
+        # Over one range the rows are read, and the planner finds them; else the index alone will do.
+        where = (
+            {"index": "", "range": "and range = :range "} if over else {"index": "indexed by trial_best", "range": ""}
+        )
+        return BEST.format(columns=_COLUMNS, joins=_JOINS, rank=rank, **where)
 
     def winners(self, only: Filter = EVERYTHING) -> Iterator[tuple[str, Trial | None]]:
         """Each problem's key and `best`, by key."""
@@ -389,28 +394,24 @@ class Store:
 
     def ranges(self, problem_key: str) -> list[Range]:
         """The ranges that a problem was tried over, the widest first."""
-        query = (
-            "select distinct t.range, t.width from trial t join problem p on p.id = t.problem_id where p.key = ? "
-            "order by t.width desc, length(t.range) desc, t.range"
-        )
-        return [Range(**json.loads(row["range"])) for row in self._rows(query, [problem_key])]
+        found = [Range(**json.loads(row["range"])) for row in self._rows(RANGES, {"key": problem_key})]
+        return sorted(found, key=lambda over: (-over.width, -len(over.lengths), over.model_dump_json()))
 
     def counts(self, problem_key: str, over: Range) -> dict[str, int]:
         """Trials over one range by status."""
-        query = (
-            "select status, count(*) n from trial t join problem p on p.id = t.problem_id "
-            "where p.key = ? and t.range = ? group by 1"
-        )
-        values = [problem_key, _text(over.model_dump(mode="json"))]
-        return {row["status"]: row["n"] for row in self._rows(query, values)}
+        values = {"key": problem_key, "range": _text(over.model_dump(mode="json"))}
+        return {row["status"]: row["n"] for row in self._rows(COUNTS, values)}
 
 
-_SELECT = (
+_COLUMNS = (
     "select t.config, t.range, t.source_sha, t.status, t.provenance, t.score, t.yardstick, t.imported, t.json, "
-    "p.key problem_key, p.json problem, "
-    "d.json device, e.json environment from trial t join problem p on p.id = t.problem_id "
-    "join device d on d.id = t.device_id join environment e on e.id = t.environment_id"
+    "p.key problem_key, p.json problem, d.json device, e.json environment"
 )
+_JOINS = (
+    "join problem p on p.id = t.problem_id join device d on d.id = t.device_id "
+    "join environment e on e.id = t.environment_id"
+)
+_SELECT = f"{_COLUMNS} from trial t {_JOINS}"
 # Columns of the index trial_best alone, so that the rows of the losers are never read.
 BEST_RANK = (
     "case when provenance <> 'measured' then 3 when imported = '' then 0 when environment_id in ({same}) then 1 "
@@ -418,12 +419,19 @@ BEST_RANK = (
 )
 #: The best trial of the problem :key; equal ones by their words.
 BEST = (
-    "with ranked as (select id, rank() over (order by {rank}) place from trial "
+    "with ranked as (select id, rank() over (order by {rank}) place from trial {index} "
     "where problem_id = (select id from problem where key = :key) and status = 'ok' and score is not null {range}) "
-    "{select} where t.id in (select id from ranked where place = 1) order by t.config, t.id limit 1"
+    # Crossed, so that no planner starts with another table.
+    "{columns} from ranked cross join trial t on t.id = ranked.id {joins} where ranked.place = 1 "
+    "order by t.config, t.id limit 1"
 )
 
 
+RANGES = "select distinct range from trial where problem_id = (select id from problem where key = :key)"
+COUNTS = (
+    "select status, count(*) n from trial where problem_id = (select id from problem where key = :key) "
+    "and range = :range group by 1"
+)
 #: Old trials but for winners; see `Store.losers`.
 LOSERS = (
     "with best as (select t.id, t.config, p.family, rank() over (partition by t.problem_id, t.range, t.environment_id, "
