@@ -21,7 +21,7 @@ from dsv4tune.tools.evaluate import Evaluation, Pools
 from dsv4tune.tools.measure import Setup
 from dsv4tune.tools.search import Proposer, Result, search
 from dsv4tune.tools.sites import Local, Site
-from dsv4tune.tuned.records import Baseline, Range, Trial
+from dsv4tune.tuned.records import Baseline, Range, Trial, plain
 from dsv4tune.tuned.store import Store
 
 #: A search on this machine and its first GPU.
@@ -252,7 +252,7 @@ def timed_baseline(setup: Setup, pools: Pools, say: Say) -> tuple[Baseline | Non
     own: dict[str, Any] = references[server.name] if server is not None else {}
     if server is None or "missing" in own or "left_out" in own:
         return None, references
-    return Baseline(name=server.name, version=own["version"], times_us=own["times_us"]), references
+    return Baseline(name=server.name, version=plain(own["version"]), times_us=own["times_us"]), references
 
 
 class _Progress:

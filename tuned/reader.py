@@ -89,15 +89,18 @@ class Stored:
             self._connection.close()
             self._connection = None
 
-    def rows(self, family: str) -> list[int]:
-        """Row counts with a usable trial."""
-        query = f"select p.rows from problem p where {self._family} = :family and exists {_USABLE} order by p.rows"
+    def rows(self, family: str, predicted: bool) -> list[int]:
+        """Row counts with a usable trial, predicted ones too or measured ones only."""
+        usable = USABLE[predicted]
+        query = f"select p.rows from problem p where {self._family} = :family and exists {usable} order by p.rows"
         return [int(rows) for (rows,) in self._query(query, {"family": family})]
 
-    def nearest(self, family: str, rows: int, step: int) -> list[int]:
+    def nearest(self, family: str, rows: int, step: int, predicted: bool) -> list[int]:
         """The nearest such row count below (step -1) or above (1) these, if there is one."""
         beyond = "< :rows" if step < 0 else "> :rows"
-        query = NEAREST.format(family=self._family, beyond=beyond, usable=_USABLE, order="desc" if step < 0 else "asc")
+        query = NEAREST.format(
+            family=self._family, beyond=beyond, usable=USABLE[predicted], order="desc" if step < 0 else "asc"
+        )
         return [int(found) for (found,) in self._query(query, {"family": family, "rows": rows})]
 
     def entries(self, family: str, rows: int) -> list[tuple[Entry, bool]]:
@@ -130,7 +133,9 @@ class Stored:
             self._tell(f"can't read {self.path} ({error}): not used; name another database in $DSV4TUNE_DB")
 
 
-_USABLE = "(select 1 from trial t where t.problem_id = p.id and t.status = 'ok' and t.score is not null)"
+_ANY = "select 1 from trial t where t.problem_id = p.id and t.status = 'ok' and t.score is not null"
+#: By whether a prediction will do.
+USABLE = {True: f"({_ANY})", False: f"({_ANY} and t.provenance = 'measured')"}
 NEAREST = (
     "select p.rows from problem p where {family} = :family and p.rows {beyond} and exists {usable} "
     "order by p.rows {order} limit 1"
@@ -139,7 +144,8 @@ NEAREST = (
 _OTHERS = ", ".join(f"'$.{name}'" for name in Trial.model_fields if name not in Entry.model_fields)
 ENTRIES = (
     "select p.key, p.json, d.json, e.json, t.config, t.range, t.provenance, min(t.score), t.yardstick, t.source_sha, "
-    "json_remove(t.json, {others}), {imported} = '' and t.provenance = 'measured' from problem p "
+    "case when json_valid(t.json) then json_remove(t.json, {others}) else '' end, "
+    "{imported} = '' and t.provenance = 'measured' from problem p "
     "join trial t on t.problem_id = p.id join device d on d.id = t.device_id "
     "join environment e on e.id = t.environment_id where {family} = :family and p.rows = :rows and t.status = 'ok' and "
     "t.score is not null group by e.id, t.config, t.range, t.provenance, {imported}, t.yardstick order by min(t.id)"

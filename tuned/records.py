@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
+from importlib import metadata
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -16,6 +18,12 @@ Count = Annotated[int, Field(ge=0, le=1 << 40)]
 Length = Annotated[int, Field(ge=1, le=1 << 30)]
 Positive = Annotated[float, Field(gt=0, le=1e12)]
 Share = Annotated[float, Field(ge=0, le=1e6)]
+
+
+@lru_cache(maxsize=1)
+def triton_version() -> str:
+    """Of the Triton that runs here; looking it up takes as long as reading an entry."""
+    return metadata.version("triton")
 
 
 def plain(text: str) -> str:

@@ -32,6 +32,8 @@ POLICIES: tuple[Policy, ...] = ("measured", "strict", "predicted")
 #: What a measured entry must be faster by, as a share of the server's time: less is noise.
 MARGIN = 0.01
 
+ONLY_PREDICTED = "predicted, not measured (policy predicted would take it)"
+
 Tell = Callable[[str], None]
 
 
@@ -96,6 +98,14 @@ class Rules:
     triton: str
     ptxas: str
 
+    @property
+    def predicted(self) -> bool:
+        return self.policy == "predicted"
+
+    def counts(self, entry: Entry) -> bool:
+        """Whether an entry stands for its rows: a prediction only where one would be taken."""
+        return self.predicted or entry.provenance == "measured"
+
     def same_compiler(self, entry: Entry) -> bool:
         return entry.environment.triton == self.triton and entry.environment.ptxas == self.ptxas
 
@@ -103,7 +113,7 @@ class Rules:
         """Why this entry is no ground for replacing the server's kernel, or None."""
         if entry.provenance == "predicted":
             if self.policy != "predicted":
-                return "predicted, not measured (policy predicted would take it)"
+                return ONLY_PREDICTED
         else:
             expected = self.baseline.get(problem.op, "")
             if entry.baseline is None or entry.baseline.name != expected:
@@ -162,6 +172,7 @@ class Book:
     tell: Tell
     stored: Stored | None = None
     _families: dict[str, dict[int, list[Found]]] = field(default_factory=dict)
+    _mine: dict[tuple[str, int], list[Found]] = field(default_factory=dict)
 
     @classmethod
     def read(cls, silicon: Silicon, database: Path | None, tell: Tell) -> Book:
@@ -209,45 +220,56 @@ class Book:
 
     def _at(self, family: str, rows: int) -> list[Found]:
         """Everything for one problem, the user's own first."""
-        mine: list[Found] = []
-        if self.stored is not None:
+        if self.stored is not None and (family, rows) not in self._mine:
             held = self.stored.entries(family, rows)
             mine = [Found(entry, str(self.stored.path), here) for entry, here in held]
             # One row of the database is the problem of all of them.
-            if mine and self._problem_of(mine[0]) is None:
-                mine = []
-            mine = [one for one in mine if self._words_agree(one)]
-        return mine + self._families.get(family, {}).get(rows, [])
+            usable = bool(mine) and self._problem_of(mine[0]) is not None
+            self._mine[family, rows] = [one for one in mine if usable and self._words_agree(one)]
+        return self._mine.get((family, rows), []) + self._families.get(family, {}).get(rows, [])
 
-    def _nearest(self, family: str, rows: int, step: int) -> list[Found]:
-        """Everything for the nearest row count below (step -1) or above (1) that has anything."""
-        shipped = [r for r in self._families.get(family, {}) if (r - rows) * step > 0]
+    def _counted(self, family: str, rows: int, rules: Rules) -> list[Found]:
+        """What counts as tried for one problem: a prediction does where the policy would take it."""
+        return [one for one in self._at(family, rows) if rules.counts(one.entry)]
+
+    def _nearest(self, family: str, rows: int, step: int, rules: Rules) -> list[Found]:
+        """Everything that counts for the nearest row count below (step -1) or above (1) that has anything."""
+        shipped = self._shipped_rows(family, rules)
         at = rows
         while True:
-            beyond = shipped
-            if self.stored is not None:
-                beyond = shipped + self.stored.nearest(family, at, step)
-            beyond = [r for r in beyond if (r - at) * step > 0]
+            stored = self.stored.nearest(family, at, step, rules.predicted) if self.stored is not None else []
+            beyond = [r for r in shipped + stored if (r - at) * step > 0]
             if not beyond:
                 return []
             at = min(beyond, key=lambda r: abs(r - rows))
-            found = self._at(family, at)
+            found = self._counted(family, at, rules)
             if found:
                 return found
+
+    def _shipped_rows(self, family: str, rules: Rules) -> list[int]:
+        by_rows = self._families.get(family, {})
+        return [rows for rows, found in by_rows.items() if any(rules.counts(one.entry) for one in found)]
 
     def choose(self, problem: Problem, width: int, rules: Rules) -> Decision:
         """The entry for a call shape, or the reason why there is none."""
         of = family(problem)
-        exact = self._at(of, problem.rows)
+        exact = self._counted(of, problem.rows, rules)
         if exact:
             return self._exact(problem, width, rules, exact)
-        below, above = self._nearest(of, problem.rows, -1), self._nearest(of, problem.rows, 1)
-        if not below or not above:
-            rows = {*self._families.get(of, {}), *(self.stored.rows(of) if self.stored is not None else ())}
-            held = ", ".join(str(r) for r in sorted(rows - {problem.rows}))
-            why = f"entries are for {held} rows, which don't enclose these" if held else "no entry for this silicon"
-            return Decision(problem, width, None, "", why)
-        return self._between(problem, width, rules, (below, above))
+        below, above = (self._nearest(of, problem.rows, step, rules) for step in (-1, 1))
+        if below and above:
+            return self._between(problem, width, rules, (below, above))
+        guessed = self._at(of, problem.rows)
+        if guessed:
+            return self._exact(problem, width, rules, guessed)  # which says what stands against them
+        stored = self.stored.rows(of, rules.predicted) if self.stored is not None else []
+        held = ", ".join(str(r) for r in sorted({*self._shipped_rows(of, rules), *stored} - {problem.rows}))
+        why = "no entry for this silicon"
+        if held:
+            why = f"entries are for {held} rows, which don't enclose these"
+        elif of in self._families or (self.stored is not None and self.stored.rows(of, True)):
+            why = ONLY_PREDICTED
+        return Decision(problem, width, None, "", why)
 
     def _exact(self, problem: Problem, width: int, rules: Rules, found: Sequence[Found]) -> Decision:
         refused: list[Refused] = []

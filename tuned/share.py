@@ -9,14 +9,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from dsv4tune.codegen.space import Config
 from dsv4tune.tuned import trust
 from dsv4tune.tuned.files import FileRefused, Source, opened
-from dsv4tune.tuned.records import Entry, Trial, evidence
+from dsv4tune.tuned.records import Entry, Trial, evidence, triton_version
 from dsv4tune.tuned.store import EVERYTHING, Filter, Store, StoreError
 
 # -- out --------------------------------------------------------------------------------------------------------
@@ -131,7 +130,7 @@ def _consider(trial: Trial, store: Store | None, summary: Summary) -> bool:
     if best is not None and store is not None and store.held(trial):
         summary.known += 1
         return False
-    triton = metadata.version("triton")
+    triton = triton_version()
     if best is None:
         summary.new += 1
     elif standing(Entry.of(trial), False, triton) < standing(Entry.of(best), best.here, triton):
@@ -170,7 +169,7 @@ def _figure(one: Trial | Entry) -> str:
 
 def merged(places: Sequence[str], lost: list[str]) -> list[Entry]:
     """Of all files at all places, the best entry of each problem, by key; `lost` gets a line for each other one."""
-    triton = metadata.version("triton")
+    triton = triton_version()
     best: dict[str, Entry] = {}
     for place in places:
         for entry in _all(place):

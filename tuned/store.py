@@ -10,7 +10,6 @@ import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from sqlite_utils import Database, Migrations
 
 from dsv4tune.tuned.reader import UNREADABLE, foreign_objects, open_read_only
 from dsv4tune.tuned.reader import default_path as default_path
-from dsv4tune.tuned.records import Entry, Range, Trial
+from dsv4tune.tuned.records import Entry, Range, Trial, triton_version
 
 migrations = Migrations("dsv4tune")
 
@@ -362,8 +361,9 @@ class Store:
 
     def _best_query(self, over: bool) -> str:
         if self._same_compiler is None:
-            triton = metadata.version("triton")
-            found = self._rows("select id from environment where json_extract(json, '$.triton') = ?", [triton])
+            found = self._rows(
+                "select id from environment where json_extract(json, '$.triton') = ?", [triton_version()]
+            )
             self._same_compiler = ", ".join(str(row["id"]) for row in found)
         rank = BEST_RANK.format(same=self._same_compiler)
         # Over one range the rows are read, and the planner finds them; else the index alone will do.

@@ -211,7 +211,7 @@ def _(scene: Scene) -> None:
 
 @fault("measured on other silicon", "no entry for this silicon")
 def _(scene: Scene) -> None:
-    scene.machine.silicon = replace(serving.CARD.silicon, sm_count=170)
+    scene.machine.silicon = replace(serving.CARD.silicon, sm_count=160)
 
 
 @fault("tried up to fewer columns", "tried up to 128 columns, asked for 768")

@@ -86,6 +86,19 @@ def test_neighbours_are_the_nearest_that_were_tried() -> None:
     assert "not faster than tilelang" in str(found.considered[0])
 
 
+def test_predictions_don_t_stand_between_measurements() -> None:
+    """As the shipped ones would, for whoever has searched for other rows on the card."""
+    guess = {"provenance": "predicted", "baseline": None, "yardstick": "byte floor"}
+    guesses = [Found(entry(rows, 1.5, OTHER, **guess), "shipped") for rows in (1, 12, 16, 64)]
+    for rows in (12, 13):
+        found = choose(rows, entry(8), entry(32), *guesses)
+        assert found.entry is not None and found.why == "the same config at 8 and 32 rows"
+    assert choose(64, entry(8), entry(32), *guesses).why.startswith("predicted, not measured")
+    assert choose(48, entry(8), entry(32), *guesses).why == "entries are for 8, 32 rows, which don't enclose these"
+    assert choose(13, *guesses).why.startswith("predicted, not measured")
+    assert choose(13, *guesses, policy="predicted").entry is not None
+
+
 def test_configs_that_differ_serve_nothing_between_them() -> None:
     assert choose(12, entry(8), entry(16, config=OTHER)).entry is None
 
@@ -157,7 +170,7 @@ def usable(path: Path, tell: Any) -> list[Entry]:
     """Every usable entry of the indexer on this card."""
     of = family(serving.problem_of("indexer", 8))
     with contextlib.closing(Stored(path, tell)) as stored:
-        return [entry for rows in stored.rows(of) for entry, _ in stored.entries(of, rows)]
+        return [entry for rows in stored.rows(of, True) for entry, _ in stored.entries(of, rows)]
 
 
 # -- the database -----------------------------------------------------------------------------------------------

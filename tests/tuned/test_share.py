@@ -33,8 +33,8 @@ def db(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """The running one, whichever is installed."""
-    version = "3.9.0"
-    monkeypatch.setattr("dsv4tune.tuned.share.metadata.version", lambda name: version)
+    for module in ("share", "store"):
+        monkeypatch.setattr(f"dsv4tune.tuned.{module}.triton_version", lambda: "3.9.0")
 
 
 def run(*arguments: Any, input: str | None = None) -> Any:

@@ -334,7 +334,8 @@ def test_an_older_schema_is_read_by_a_server_and_migrated_by_a_search(path: Path
 
     def served() -> list[tuple[Entry, bool]]:
         with contextlib.closing(Stored(path, pytest.fail)) as stored:
-            assert stored.rows(of) == [64] and stored.nearest(of, 65, -1) == [64] and stored.nearest(of, 64, 1) == []
+            assert stored.rows(of, True) == [64] and stored.rows(of, False) == []
+            assert stored.nearest(of, 65, -1, True) == [64] and stored.nearest(of, 64, 1, True) == []
             return stored.entries(of, 64)
 
     assert served() == [(Entry.of(trial), False)] and path.read_bytes() == before
@@ -389,10 +390,10 @@ def test_what_is_asked_often_goes_through_an_index(path: Path) -> None:
     entries = reader.ENTRIES.format(family="p.family", imported="t.imported", others=reader._OTHERS)
     plan = _plan(path, entries, {"family": "", "rows": 8})
     assert "SEARCH p USING INDEX problem_family (family=? AND rows=?)" in plan
-    assert "SEARCH t USING INDEX trial_best (problem_id=?)" in plan
-    nearest = reader.NEAREST.format(family="p.family", beyond="< :rows", usable=reader._USABLE, order="desc")
+    assert "SEARCH t USING INDEX trial_range (problem_id=?)" in plan
+    nearest = reader.NEAREST.format(family="p.family", beyond="< :rows", usable=reader.USABLE[False], order="desc")
     plan = _plan(path, nearest, {"family": "", "rows": 8})
-    assert "SEARCH p USING INDEX problem_family (family=? AND rows<?)" in plan and "TEMP B-TREE" not in plan
+    assert "SEARCH p USING COVERING INDEX problem_family (family=? AND rows<?)" in plan and "TEMP B-TREE" not in plan
 
 
 def _reads_and_writes(path: Path, writes: bool, until: float) -> None:

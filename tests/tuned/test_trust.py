@@ -203,5 +203,5 @@ def test_no_code_of_a_database_runs(name: str, tmp_path: Path) -> None:
             Store(path, create=create)
     lines: list[str] = []
     stored = reader.Stored(path, lines.append)
-    assert stored.rows("any") == [] and len(lines) == 1 and "none of ours" in lines[0]
+    assert stored.rows("any", True) == [] and len(lines) == 1 and "none of ours" in lines[0]
     assert path.read_bytes() == before
