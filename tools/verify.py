@@ -103,7 +103,7 @@ def _measured(setup: Setup, entries: Sequence[Entry], say: Say) -> Iterator[tupl
     pools = Pools.of(min(default_jobs(), len(entries)), True)
     try:
         beside, _ = timed_baseline(setup, pools, say)
-        evaluation = Evaluation(setup, pools, beside, len(entries))
+        evaluation = Evaluation(setup, pools, beside)
         waiting: dict[Any, list[Entry]] = {}
         for entry in entries:
             config = trust.valid_config(entry, setup.problem)

@@ -13,6 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field
 _TEXT = r"^[A-Za-z0-9 ._+,:@\[\]-]*$"
 Text = Annotated[str, Field(max_length=100, pattern=_TEXT)]
 Word = Annotated[str, Field(min_length=1, max_length=40, pattern=r"^[a-z][a-z0-9_]*$")]
+#: Of a config, such as ``1x128``; the space knows which there are.
+Value = Annotated[str, Field(pattern=r"^[a-z0-9_]{1,40}$")]
 Sha = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Count = Annotated[int, Field(ge=0, le=1 << 40)]
 Length = Annotated[int, Field(ge=1, le=1 << 30)]
@@ -179,7 +181,7 @@ class Entry(Record):
     problem_key: Annotated[str, Field(max_length=400, pattern=r"^[A-Za-z0-9 ._=-]+$")]
     device: DeviceRecord
     environment: Environment
-    config: Annotated[dict[Word, Annotated[int, Field(ge=-(1 << 31), le=1 << 31)] | Word], Field(max_length=32)]
+    config: Annotated[dict[Word, Annotated[int, Field(ge=-(1 << 31), le=1 << 31)] | Value], Field(max_length=32)]
     provenance: Provenance
     range: EntryRange
     score: Positive
