@@ -129,8 +129,7 @@ class Indexer(Op[IndexerProblem, IndexerCall]):
         return IndexerProblem(rows=rows, silicon=silicon, **options)
 
     def problem_from_json(self, data: dict[str, Any]) -> IndexerProblem:
-        values = {k: v for k, v in data.items() if k not in ("op", "silicon")}
-        return IndexerProblem(silicon=Silicon(**data["silicon"]), **values)
+        return IndexerProblem.from_json(data)
 
     def width(self, max_context: int, draft_tokens: int) -> int:
         """SGLang's page table spans the context, 4 spare tokens and the draft tokens, in pages of 256 tokens.

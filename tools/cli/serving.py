@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from dsv4tune.codegen.space import Config
-from dsv4tune.tools.cli.options import AsJson, Db, read_count, reading, say, times_of
+from dsv4tune.tools.cli.options import AsJson, Db, OneKernel, read_count, reading, say, times_of
 
 Context = Annotated[str, typer.Option(help="Context length of the server, in tokens.")]
 Drafts = Annotated[int, typer.Option(min=0, help="Draft tokens of a request when verifying; --rows counts them.")]
@@ -20,7 +20,6 @@ ServedTp = Annotated[int, typer.Option(min=1, help="Ranks that share the model's
 Chunk = Annotated[int, typer.Option(min=0, help="Rows of a prefill chunk, 0 for none.")]
 TopK = Annotated[int, typer.Option(help="Entries that the indexer selects: 512 (Flash) or 1024 (Pro).")]
 Policy = Annotated[str, typer.Option(help="Evidence that an entry needs: measured, strict or predicted.")]
-OneKernel = Annotated[str | None, typer.Option(help="Only this kernel: indexer or mla_decode.")]
 Target = Annotated[str | None, typer.Option(help="Compute capability, such as sm_120; needs no GPU.")]
 Card = Annotated[str | None, typer.Option(help="Card, such as rtx-pro-6000; needs no GPU.")]
 

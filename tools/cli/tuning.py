@@ -163,7 +163,7 @@ def bench_command(
     from dsv4tune.codegen import devices, ops
     from dsv4tune.tools import bench
     from dsv4tune.tools import peers as known
-    from dsv4tune.tools.catalogue import write_whole
+    from dsv4tune.tuned.files import write_whole
     from dsv4tune.tuned.store import StoreError
 
     try:
@@ -175,7 +175,7 @@ def bench_command(
             raise ValueError("bench measures, and there is no GPU here: run it on the machine that serves")
         result = bench.bench(op, card, chosen, wanted, db, say)
         if output is not None:
-            write_whole(output, json.dumps(result, indent=1) + "\n")
+            write_whole(output, [json.dumps(result, indent=1) + "\n"])
     except (ValueError, StoreError, OSError) as error:
         fail(error)
     if as_json:
