@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dsv4tune.codegen.problem import Silicon
+from dsv4tune.codegen.words import unknown
 
 KB = 1024
 MB = 1024 * KB
@@ -74,9 +75,9 @@ def named(device: str | None = None, target: str | None = None) -> Device:
         ValueError: the word is not in the table, or the two name different capabilities.
     """
     if device is not None and device not in DEVICES:
-        raise ValueError(f"unknown device '{device}': use one of {', '.join(DEVICES)}")
+        raise unknown("device", device, DEVICES)
     if target is not None and target not in TARGETS:
-        raise ValueError(f"unknown target '{target}': use one of {', '.join(TARGETS)}")
+        raise unknown("target", target, TARGETS)
     found = DEVICES[device or TARGETS[target or "sm_120"]]
     if target is not None and found.silicon.target != target:
         raise ValueError(f"device '{device}' is {found.silicon.target}, not {target}: drop one of the two options")
@@ -102,9 +103,14 @@ def here(index: int = 0) -> Device | None:
         )
     silicon = Silicon(capability, p.multi_processor_count, int(p.shared_memory_per_block_optin))  # type: ignore[attr-defined]
     # The vendor's bandwidth where the card is known by its silicon, else from the memory clock and bus.
-    known = next((d for d in DEVICES.values() if d.silicon == silicon and _same_product(d.name, p.name)), None)
-    bandwidth = known.bandwidth if known else 2.0 * p.memory_clock_rate * 1e3 * p.memory_bus_width / 8
-    return Device(p.name, silicon, p.shared_memory_per_multiprocessor, p.L2_cache_size, bandwidth, "device properties")
+    rate = bandwidth(silicon, p.name) or 2.0 * p.memory_clock_rate * 1e3 * p.memory_bus_width / 8
+    return Device(p.name, silicon, p.shared_memory_per_multiprocessor, p.L2_cache_size, rate, "device properties")
+
+
+def bandwidth(silicon: Silicon, product: str) -> float | None:
+    """Bytes a second of a card by its silicon and its word here or the driver's name, or None where it isn't known."""
+    known = (d.bandwidth for d in DEVICES.values() if d.silicon == silicon and _same_product(d.name, product))
+    return next(known, None)
 
 
 def _same_product(word: str, product: str) -> bool:

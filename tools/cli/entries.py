@@ -8,15 +8,30 @@ from typing import Annotated
 
 import typer
 
-from dsv4tune.tools.cli.options import AsJson, Db, database, fail, figures, one_line, reading, say
+from dsv4tune.tools.cli.options import (
+    AsJson,
+    Db,
+    Kernel,
+    OneKernel,
+    Target,
+    database,
+    fail,
+    figures,
+    one_line,
+    reading,
+    say,
+)
 
 
 def list_command(
-    kernel: Annotated[str | None, typer.Option(help="Only this kernel.")] = None,
+    kernel: Kernel = None,
     db: Db = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the problems in the database with the best config of each."""
+    """List the problems in the database with the best config of each.
+
+    Exit status: 0 also where it holds nothing usable, 2 without a database or for bad input.
+    """
     from dsv4tune.tools import catalogue
 
     rows = reading(lambda: catalogue.overview(database(db), kernel))
@@ -31,13 +46,16 @@ def list_command(
 
 
 def show_command(
-    kernel: Annotated[str, typer.Option(help="Kernel of the problem.")],
+    kernel: OneKernel,
     rows: Annotated[int, typer.Option(help="Rows of the problem.")],
-    target: Annotated[str | None, typer.Option(help="Only this compute capability, such as sm_120.")] = None,
+    target: Target = None,
     db: Db = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show the best config of a problem: its words, resources, evidence and rendered source."""
+    """Show the best config of a problem: its words, resources, evidence and rendered source.
+
+    Exit status: 0 found, 2 where the database has no such problem, or for bad input.
+    """
     from dsv4tune.tools import catalogue
 
     found = reading(lambda: catalogue.details(database(db), kernel, rows, target))
@@ -66,10 +84,13 @@ def show_command(
 
 def export_command(
     output: Annotated[Path | None, typer.Option("-o", "--output", help="File to write [default: stdout]")] = None,
-    kernel: Annotated[str | None, typer.Option(help="Only this kernel.")] = None,
+    kernel: Kernel = None,
     db: Db = None,
 ) -> None:
-    """Write the best entries as reviewable JSON; the same database gives the same bytes."""
+    """Write the best entries as reviewable JSON; the same database gives the same bytes.
+
+    Exit status: 0 written, also where entries were left out; 2 without a database or for bad input.
+    """
     from dsv4tune.tools import catalogue
 
     text, left_out = reading(lambda: catalogue.export(database(db), kernel))

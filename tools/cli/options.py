@@ -11,14 +11,65 @@ import typer
 
 from dsv4tune.codegen.space import Config
 
+
+def kernels() -> list[str]:
+    from dsv4tune.codegen.ops import OPS
+
+    return list(OPS)
+
+
+def targets() -> list[str]:
+    from dsv4tune.codegen.devices import TARGETS
+
+    return list(TARGETS)
+
+
+def devices() -> list[str]:
+    from dsv4tune.codegen.devices import DEVICES
+
+    return list(DEVICES)
+
+
 Db = Annotated[
     Path | None, typer.Option("--db", help="SQLite database [default: $DSV4TUNE_DB, else the user's data folder]")
 ]
-Heads = Annotated[int | None, typer.Option(min=1, help="mla_decode: query heads of a rank [default: 8]")]
-Tp = Annotated[int | None, typer.Option(min=1, help="mla_decode: the same, as ranks that share the model's 64 heads.")]
-Cache = Annotated[
-    str | None, typer.Option(help="mla_decode: compressed cache of the layer: c4, c4-pro, c128 or none [default: c4]")
+Kernel = Annotated[
+    str | None,
+    typer.Option("--kernel", autocompletion=kernels, help="Only this kernel: indexer or mla_decode."),
 ]
+OneKernel = Annotated[str, typer.Option("--kernel", autocompletion=kernels, help="Which one: indexer or mla_decode.")]
+Target = Annotated[
+    str | None,
+    typer.Option("--target", autocompletion=targets, help="Compute capability, such as sm_120; needs no GPU."),
+]
+Card = Annotated[
+    str | None, typer.Option("--device", autocompletion=devices, help="Card, such as rtx-pro-6000; needs no GPU.")
+]
+Rows = Annotated[
+    str,
+    typer.Option("--rows", help="Query rows of a call: 64, a list 1,16,64, or 'captured' for SGLang's graph sizes."),
+]
+Context = Annotated[
+    str, typer.Option("--context", "--max-context", help="Context length of the server in tokens, such as 128k or 1M.")
+]
+Drafts = Annotated[
+    int, typer.Option("--draft-tokens", min=0, help="Draft tokens of a request when verifying; --rows counts them.")
+]
+Heads = Annotated[int | None, typer.Option("--heads", min=1, help="mla_decode: query heads of a rank [default: 8]")]
+Tp = Annotated[int, typer.Option("--tp", min=1, help="Ranks that share the model's 64 query heads.")]
+OneTp = Annotated[
+    int | None,
+    typer.Option("--tp", min=1, help="mla_decode: ranks that share the model's 64 query heads, for --heads."),
+]
+Cache = Annotated[
+    str | None,
+    typer.Option(
+        "--cache",
+        autocompletion=lambda: ["c4", "c4-pro", "c128", "none"],
+        help="mla_decode: compressed cache of the layer: c4, c4-pro, c128 or none [default: c4]",
+    ),
+]
+Jobs = Annotated[int | None, typer.Option("--jobs", min=1, help="Compiler processes [default: one a core]")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout; everything else goes to stderr.")]
 
 
@@ -79,11 +130,13 @@ def read_rows(text: str, draft_tokens: int = 0) -> list[int]:
     return list(dict.fromkeys(read_count(part, "--rows") for part in text.split(",")))
 
 
-def read_duration(text: str) -> float:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)(s|m|h)?", text.strip())
-    if found is None:
-        raise ValueError(f"--budget takes a time such as 90s, 10m or 1h, not '{text}'")
-    return float(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2] or "s"]
+def read_duration(text: str, option: str) -> float:
+    """Seconds, from a time such as 90s, 10m, 1h or 1h30m; a bare number is seconds."""
+    words = text.strip()
+    parts = re.findall(r"(\d+(?:\.\d+)?)([smh]|$)", words)
+    if not parts or "".join(number + unit for number, unit in parts) != words:
+        raise ValueError(f"{option} takes a time such as 90s, 10m or 1h30m, not '{text}'")
+    return sum(float(number) * {"s": 1, "m": 60, "h": 3600}[unit or "s"] for number, unit in parts)
 
 
 def summary(result: dict[str, Any]) -> str:

@@ -9,30 +9,41 @@ from typing import Annotated, Any
 import typer
 
 from dsv4tune.codegen.space import Config
-from dsv4tune.tools.cli.options import AsJson, Db, read_count, reading, say, times_of
+from dsv4tune.tools.cli.options import (
+    AsJson,
+    Card,
+    Context,
+    Db,
+    Drafts,
+    Kernel,
+    Rows,
+    Target,
+    Tp,
+    read_count,
+    reading,
+    say,
+    times_of,
+)
 
-Context = Annotated[str, typer.Option(help="Context length of the server, in tokens.")]
-Drafts = Annotated[int, typer.Option(min=0, help="Draft tokens of a request when verifying; --rows counts them.")]
-ServedRows = Annotated[
-    str, typer.Option(help="Query rows of a call: 64, a list 1,16,64, or 'captured' for SGLang's graph sizes.")
-]
-ServedTp = Annotated[int, typer.Option(min=1, help="Ranks that share the model's 64 query heads.")]
-Chunk = Annotated[int, typer.Option(min=0, help="Rows of a prefill chunk, 0 for none.")]
+Chunk = Annotated[str, typer.Option(help="Rows of a prefill chunk such as 8k, 0 for none.")]
 TopK = Annotated[int, typer.Option(help="Entries that the indexer selects: 512 (Flash) or 1024 (Pro).")]
-Policy = Annotated[str, typer.Option(help="Evidence that an entry needs: measured, strict or predicted.")]
-OneKernel = Annotated[str | None, typer.Option(help="Only this kernel: indexer or mla_decode.")]
-Target = Annotated[str | None, typer.Option(help="Compute capability, such as sm_120; needs no GPU.")]
-Card = Annotated[str | None, typer.Option(help="Card, such as rtx-pro-6000; needs no GPU.")]
+Policy = Annotated[
+    str,
+    typer.Option(
+        autocompletion=lambda: ["measured", "strict", "predicted"],
+        help="Evidence that an entry needs: measured, strict or predicted.",
+    ),
+]
 
 
 def explain_command(
-    rows: ServedRows = "64",
-    tp: ServedTp = 8,
-    context: Context = "1048576",
+    rows: Rows = "64",
+    tp: Tp = 8,
+    context: Context = "1M",
     draft_tokens: Drafts = 0,
     topk: TopK = 512,
-    chunk: Chunk = 0,
-    kernel: OneKernel = None,
+    chunk: Chunk = "0",
+    kernel: Kernel = None,
     target: Target = None,
     device: Card = None,
     policy: Policy = "measured",
@@ -65,13 +76,13 @@ def explain_command(
 
 
 def warm_command(
-    rows: ServedRows = "captured",
-    tp: ServedTp = 8,
-    context: Context = "1048576",
+    rows: Rows = "captured",
+    tp: Tp = 8,
+    context: Context = "1M",
     draft_tokens: Drafts = 0,
     topk: TopK = 512,
-    chunk: Chunk = 0,
-    kernel: OneKernel = None,
+    chunk: Chunk = "0",
+    kernel: Kernel = None,
     target: Target = None,
     device: Card = None,
     policy: Policy = "measured",
@@ -107,7 +118,7 @@ def _served(
     context: str,
     draft_tokens: int,
     topk: int,
-    chunk: int,
+    chunk: str,
     kernel: str | None,
     target: str | None,
     device: str | None,
@@ -115,15 +126,17 @@ def _served(
     db: Path | None,
 ) -> Any:
     from dsv4tune.codegen import ops
+    from dsv4tune.codegen.words import unknown
     from dsv4tune.runtime import wanted
     from dsv4tune.tools import explain
     from dsv4tune.tuned.selector import POLICIES
 
     if policy not in POLICIES:
-        raise ValueError(f"--policy takes {', '.join(POLICIES)}, not '{policy}'")
+        raise unknown("policy", policy, POLICIES)
     kernels = list(ops.OPS) if kernel is None else [ops.get(kernel).name]
     counts = None if rows == "captured" else [read_count(part, "--rows") for part in rows.split(",")]
-    server = wanted.server(read_count(context, "--context"), tp, draft_tokens, counts, chunk, topk)
+    prompt = 0 if chunk == "0" else read_count(chunk, "--chunk")
+    server = wanted.server(read_count(context, "--context"), tp, draft_tokens, counts, prompt, topk)
     return explain.Request(server, kernels, explain.card_for(device, target), policy, db)
 
 

@@ -12,9 +12,16 @@ import typer
 from dsv4tune.tools.cli.options import (
     AsJson,
     Cache,
+    Card,
+    Context,
     Db,
+    Drafts,
     Heads,
-    Tp,
+    Jobs,
+    OneKernel,
+    OneTp,
+    Rows,
+    Target,
     fail,
     given_options,
     read_count,
@@ -23,6 +30,7 @@ from dsv4tune.tools.cli.options import (
     read_weight,
     say,
     summary,
+    targets,
 )
 
 if TYPE_CHECKING:
@@ -58,26 +66,22 @@ def _site(executor: Where, gpus: str | None) -> Site:
 
 
 def search_command(
-    kernel: Annotated[str, typer.Option(help="What to tune: indexer or mla_decode.")],
-    target: Annotated[str | None, typer.Option(help="Compute capability, such as sm_120; needs no GPU.")] = None,
-    device: Annotated[str | None, typer.Option(help="Card, such as rtx-pro-6000; needs no GPU.")] = None,
-    rows: Annotated[
-        str, typer.Option(help="Query rows of a call: 64, a list 1,16,64, or 'captured' for SGLang's graph sizes.")
-    ] = "64",
-    max_context: Annotated[str, typer.Option(help="Context length of the server, in tokens.")] = "1048576",
-    draft_tokens: Annotated[
-        int, typer.Option(min=0, help="Draft tokens of a request when verifying; --rows counts them.")
-    ] = 0,
+    kernel: OneKernel,
+    target: Target = None,
+    device: Card = None,
+    rows: Rows = "64",
+    context: Context = "1M",
+    draft_tokens: Drafts = 0,
     heads: Heads = None,
-    tp: Tp = None,
+    tp: OneTp = None,
     cache: Cache = None,
     lengths: Annotated[str | None, typer.Option(help="Live lengths to score over, such as 128,2048.")] = None,
     weights: Annotated[str | None, typer.Option(help="What each length counts, such as 1,2.")] = None,
     trials: Annotated[int, typer.Option(help="Candidates for a problem, those of earlier runs included.")] = 64,
-    budget: Annotated[str | None, typer.Option(help="Stop after this time, such as 90s, 10m or 1h.")] = None,
+    budget: Annotated[str | None, typer.Option(help="Stop after this time, such as 90s, 10m or 1h30m.")] = None,
     sampler: Annotated[Sampler, typer.Option(help="How candidates are proposed.")] = Sampler.tpe,
     seed: Annotated[int, typer.Option(help="Of the sampler and the inputs.")] = 0,
-    jobs: Annotated[int | None, typer.Option(min=1, help="Compiler processes [default: one a core]")] = None,
+    jobs: Jobs = None,
     gpus: Annotated[
         str | None, typer.Option(help="GPUs to measure on, a process each: all, or numbers such as 0,1. [default: 0]")
     ] = None,
@@ -114,13 +118,13 @@ def search_command(
         request = tune.Request(
             kernel=kernel,
             rows=read_rows(rows, draft_tokens),
-            max_context=read_count(max_context, "--max-context"),
+            max_context=read_count(context, "--context"),
             draft_tokens=draft_tokens,
             options=given_options(heads=heads, tp=tp, cache=cache),
             device=card,
             on_gpu=on_gpu,
             trials=trials,
-            budget_s=None if budget is None else read_duration(budget),
+            budget_s=None if budget is None else read_duration(budget, "--budget"),
             seed=seed,
             sampler=sampler.value,
             jobs=jobs,
@@ -142,7 +146,7 @@ def search_command(
 
 
 def bench_command(
-    kernel: Annotated[str, typer.Option(help="What to time: indexer or mla_decode.")],
+    kernel: OneKernel,
     peers: Annotated[str, typer.Option(help="Other people's kernels beside it: all, none or names.")] = "all",
     shapes: Annotated[
         str,
@@ -159,6 +163,8 @@ def bench_command(
     """Time the tuned entries, the defaults and every installed peer on the same tensors, on the GPU here.
 
     Entries come from --db where it is given, else from the shipped ones.
+
+    Exit status: 0 all timed, 1 where a shape gave no times, 2 without a GPU or for bad input.
     """
     from dsv4tune.codegen import devices, ops
     from dsv4tune.tools import bench
@@ -184,14 +190,19 @@ def bench_command(
         for name, over in bench.ratios(result).items():
             worst = f"worst {over['worst']:.3f} of {over['shapes']} shapes"
             typer.echo(f"tuned over {name}: {over['geometric_mean']:.3f} ({worst})")
+    if len(result["rows"]) < len(chosen):
+        raise typer.Exit(1)
 
 
 def emulate_command(
-    target: Annotated[str, typer.Option(help="Compute capability whose code is run, such as sm_120.")],
-    kernel: Annotated[str, typer.Option(help="Kernel to check: indexer or mla_decode.")] = "indexer",
-    rows: Annotated[str, typer.Option(help="Query rows of the default configs: 64, or a list.")] = "1,16,64",
+    target: Annotated[
+        str,
+        typer.Option(autocompletion=targets, help="Compute capability whose code is run, such as sm_120."),
+    ],
+    kernel: OneKernel = "indexer",
+    rows: Rows = "1,16,64",
     heads: Heads = None,
-    tp: Tp = None,
+    tp: OneTp = None,
     cache: Cache = None,
     db: Annotated[Path | None, typer.Option("--db", help="Check this database's best configs too.")] = None,
     keep: Annotated[

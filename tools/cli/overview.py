@@ -1,0 +1,57 @@
+"""Commands that show where things stand: report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dsv4tune.tools.cli.options import Context, Db, Drafts, Kernel, Tp, fail, read_count, reading, say
+
+Benches = Annotated[
+    list[Path] | None, typer.Option("--bench", help="File of `bench -o` to show beside it; may be given again.")
+]
+
+
+def report_command(
+    output: Annotated[Path, typer.Option("-o", "--output", help="File to write.")] = Path("report.html"),
+    bench: Benches = None,
+    kernel: Kernel = None,
+    context: Context = "1M",
+    tp: Tp = 8,
+    draft_tokens: Drafts = 0,
+    layers: Annotated[
+        str, typer.Option(help="Layers of the model by their compressed cache, for the time of a decode step.")
+    ] = "none=2,c4=21,c128=20",
+    db: Db = None,
+) -> None:
+    """Write one self-contained page: times beside the byte floor, the search, which knobs matter, what is missing.
+
+    From the database, the shipped entries and bench files. It loads nothing, so it works offline.
+
+    Exit status: 0 written, 2 for bad input or with nothing to show.
+    """
+    from dsv4tune.runtime import wanted
+    from dsv4tune.tools.catalogue import write_whole
+
+    try:
+        from dsv4tune.tools.report import budget, page
+    except ModuleNotFoundError as error:
+        fail(f"a report needs {error.name}, which is not installed: pip install plotly")
+
+    def render() -> str:
+        tokens = read_count(context, "--context")
+        server = wanted.server(tokens, tp, draft_tokens)
+        named = budget.read_layers(layers)
+        return page.render(page.Request(db, bench or (), kernel, server, tokens, server.heads[0], named), say)
+
+    text = reading(render)
+    try:
+        write_whole(output, text)
+    except OSError as error:
+        fail(f"can't write {output} ({error.strerror or error}): choose another file with -o")
+    typer.echo(f"wrote {output}: open it in a browser")
+
+
+COMMANDS = {"report": report_command}
