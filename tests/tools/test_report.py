@@ -14,8 +14,9 @@ from fakes import make_trial
 from pages import write_bench, write_searches
 from typer.testing import CliRunner
 
+from dsv4tune.tools import coverage
 from dsv4tune.tools.cli import app
-from dsv4tune.tools.report import budget, collect, coverage, knobs, page
+from dsv4tune.tools.report import budget, collect, knobs, page
 from dsv4tune.tuned.store import Store
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -83,6 +84,11 @@ def say(text: str) -> None:
     # Whoever read stderr may be gone, as after `| head`: no reason to end a search.
     with contextlib.suppress(OSError):
         typer.echo(text, err=True)
+
+
+def paint(text: str, colour: str) -> str:
+    """Coloured where it goes to a terminal; https://no-color.org."""
+    return text if os.environ.get("NO_COLOR") else typer.style(text, fg=colour)
 
 
 def given_options(**options: Any) -> dict[str, Any]:

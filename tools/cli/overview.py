@@ -1,13 +1,28 @@
-"""Commands that show where things stand: report."""
+"""Commands that show where things stand: report, doctor."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from dsv4tune.tools.cli.options import Context, Db, Drafts, Kernel, Tp, fail, read_count, reading, say
+from dsv4tune.tools.cli.options import (
+    AsJson,
+    Card,
+    Context,
+    Db,
+    Drafts,
+    Kernel,
+    Target,
+    Tp,
+    fail,
+    paint,
+    read_count,
+    reading,
+    say,
+)
 
 Benches = Annotated[
     list[Path] | None, typer.Option("--bench", help="File of `bench -o` to show beside it; may be given again.")
@@ -54,4 +69,44 @@ def report_command(
     typer.echo(f"wrote {output}: open it in a browser")
 
 
-COMMANDS = {"report": report_command}
+_COLOURS = {"ok": "green", "note": "cyan", "gap": "yellow", "broken": "red"}
+
+
+def doctor_command(
+    target: Target = None,
+    device: Card = None,
+    context: Context = "1M",
+    tp: Tp = 8,
+    draft_tokens: Drafts = 0,
+    db: Db = None,
+    as_json: AsJson = False,
+) -> None:
+    """Look at everything that tuning and serving need, and say what is broken or missing, and what mends it.
+
+    Exit status: 0 with nothing broken, 1 where something is, 2 for bad input. Sizes without an entry are gaps, not
+    faults: there the server's own kernels answer.
+    """
+    from dsv4tune.codegen import devices
+    from dsv4tune.runtime import wanted
+    from dsv4tune.tools import doctor
+
+    def ask() -> doctor.Request:
+        card = devices.named(device, target) if device is not None or target is not None else None
+        tokens = read_count(context, "--context")
+        return doctor.Request(card, wanted.server(tokens, tp, draft_tokens), tokens, db)
+
+    request = reading(ask)
+    found = []
+    for finding in doctor.examine(request):
+        found.append(finding)
+        if not as_json:
+            typer.echo(f"{paint(f'{finding.status:8}', _COLOURS[finding.status])}{finding.what}: {finding.text}")
+            if finding.fix:
+                typer.echo(f"        {finding.fix}")
+    if as_json:
+        typer.echo(json.dumps({"broken": doctor.broken(found), "findings": [f.to_json() for f in found]}))
+    if doctor.broken(found):
+        raise typer.Exit(1)
+
+
+COMMANDS = {"report": report_command, "doctor": doctor_command}

@@ -16,8 +16,8 @@ from plotly.offline import get_plotlyjs
 from dsv4tune import __version__
 from dsv4tune.codegen.space import Config
 from dsv4tune.runtime.wanted import Server
-from dsv4tune.tools import peers
-from dsv4tune.tools.report import budget, collect, coverage, knobs, plots
+from dsv4tune.tools import coverage, peers
+from dsv4tune.tools.report import budget, collect, knobs, plots
 from dsv4tune.tools.report.budget import Step
 from dsv4tune.tools.report.collect import Bench, Say, Section, Studied
 from dsv4tune.tools.report.plots import Chart
@@ -128,7 +128,7 @@ def _view(section: Section, request: Request, database: Path | None, say: Say) -
         "times": [chart for chart in charts if chart is not None],
         "histories": [chart for one in section.studied if (chart := plots.history(one)) is not None],
         "knobs": [view for one in section.studied if (view := _knobs(one)) is not None],
-        "strips": coverage.strips(section, request.server, request.context, database, say),
+        "strips": coverage.strips(section.device, section.kernel, request.server, request.context, database, say),
         "benches": [_bench(bench, name) for bench in section.benches],
     }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,9 +10,10 @@ from dsv4tune.codegen.devices import KB, Device
 from dsv4tune.codegen.problem import Problem, Silicon
 from dsv4tune.runtime.wanted import Server
 from dsv4tune.tools import explain
-from dsv4tune.tools.report.collect import Say, Section
 from dsv4tune.tuned.records import DeviceRecord
 from dsv4tune.tuned.selector import Decision, Policy
+
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -36,11 +37,13 @@ class Strip:
         return sum(cell.state in states for cell in self.cells)
 
 
-def strips(section: Section, server: Server, context: int, database: Path | None, say: Say) -> list[Strip]:
-    """One strip for each kind of call of this section's kernel that such a server makes."""
-    found = decisions(section.device, section.kernel, server, "measured", database, say)
+def strips(
+    device: DeviceRecord, kernel: str, server: Server, context: int, database: Path | None, say: Say
+) -> list[Strip]:
+    """One strip for each kind of call of this kernel that such a server makes; what none of its calls fits has none."""
+    found = decisions(device, kernel, server, "measured", database, say)
     # The same lines were told by the first look.
-    lenient = decisions(section.device, section.kernel, server, "predicted", database, lambda line: None)
+    lenient = decisions(device, kernel, server, "predicted", database, lambda line: None)
     predicted = {d.problem.key: d for d in lenient}
     grouped: dict[str, list[Cell]] = {}
     problems: dict[str, Problem] = {}
@@ -49,7 +52,7 @@ def strips(section: Section, server: Server, context: int, database: Path | None
         problems.setdefault(name, decision.problem)
         grouped.setdefault(name, []).append(_cell(decision, predicted[decision.problem.key]))
     return [
-        Strip(name, tuple(cells), command(section, problems[name], context, [c.rows for c in cells if _open(c)]))
+        Strip(name, tuple(cells), command(problems[name], context, [c.rows for c in cells if _open(c)]))
         for name, cells in grouped.items()
     ]
 
@@ -85,7 +88,7 @@ def _name(problem: Problem) -> str:
     return f"mla_decode, {getattr(problem, 'heads', 0)} heads, {caches.get(size, f'pages of {size}')}"
 
 
-def command(section: Section, problem: Problem, context: int, rows: Sequence[int]) -> str:
+def command(problem: Problem, context: int, rows: Sequence[int]) -> str:
     """The search that would fill these gaps: the fewest row counts whose neighbours enclose the others."""
     if not rows:
         return ""
