@@ -10,6 +10,7 @@ from dsv4tune.codegen.devices import KB, Device
 from dsv4tune.codegen.problem import Problem, Silicon
 from dsv4tune.runtime.wanted import Server
 from dsv4tune.tools import explain
+from dsv4tune.tools.like import spread
 from dsv4tune.tuned.records import DeviceRecord
 from dsv4tune.tuned.selector import Decision, Policy
 
@@ -107,12 +108,3 @@ def written(tokens: int) -> str:
         if tokens % size == 0:
             return f"{tokens // size}{unit}"
     return str(tokens)
-
-
-def spread(rows: Sequence[int]) -> list[int]:
-    """The first and last row count and about every doubling between: one config is used between two that share it."""
-    chosen = [min(rows)]
-    for rows_ in sorted(rows):
-        if rows_ >= 2 * chosen[-1]:
-            chosen.append(rows_)
-    return [*chosen, max(rows)] if chosen[-1] != max(rows) else chosen

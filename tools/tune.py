@@ -107,6 +107,19 @@ def tune(request: Request, say: Say) -> list[dict[str, Any]]:
     return results
 
 
+def tune_all(requests: Sequence[Request], say: Say) -> list[dict[str, Any]]:
+    """Several requests one after another, as `tune`; the budget of the first is that of all of them together."""
+    started = time.monotonic()
+    budget = requests[0].budget_s
+    results: list[dict[str, Any]] = []
+    for request in requests:
+        left = None if budget is None else max(0.0, budget - (time.monotonic() - started))
+        results += tune(replace(request, budget_s=left), say)
+        if results[-1]["status"] == "interrupted":
+            break
+    return results
+
+
 @contextlib.contextmanager
 def _interrupted_once() -> Iterator[None]:
     """SIGTERM is a Ctrl-C; another of either, while the first one winds down, must not cost its result."""

@@ -14,7 +14,7 @@ from fakes import make_trial
 from pages import write_bench, write_searches
 from typer.testing import CliRunner
 
-from dsv4tune.tools import coverage
+from dsv4tune.tools import coverage, like
 from dsv4tune.tools.cli import app
 from dsv4tune.tools.report import budget, collect, knobs, page
 from dsv4tune.tuned.store import Store
@@ -150,8 +150,8 @@ def test_the_knob_that_decides_is_the_most_important(tmp_path: Path) -> None:
 
 
 def test_gaps_are_filled_by_few_searches() -> None:
-    assert coverage.spread([72, 80, 100, 144, 200, 512]) == [72, 144, 512]
-    assert coverage.spread([7]) == [7]
+    assert like.spread([72, 80, 100, 144, 200, 512]) == [72, 144, 512]
+    assert like.spread([7]) == [7]
     assert (
         coverage.written(1 << 20) == "1M" and coverage.written(131_072) == "128k" and coverage.written(1000) == "1000"
     )

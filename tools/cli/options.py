@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -47,17 +48,37 @@ Card = Annotated[
     str | None, typer.Option("--device", autocompletion=devices, help="Card, such as rtx-pro-6000; needs no GPU.")
 ]
 Rows = Annotated[
-    str,
+    str | None,
     typer.Option("--rows", help="Query rows of a call: 64, a list 1,16,64, or 'captured' for SGLang's graph sizes."),
 ]
 Context = Annotated[
-    str, typer.Option("--context", "--max-context", help="Context length of the server in tokens, such as 128k or 1M.")
+    str | None,
+    typer.Option(
+        "--context", "--max-context", help="Context length of the server in tokens, such as 128k [default: 1M]"
+    ),
 ]
 Drafts = Annotated[
-    int, typer.Option("--draft-tokens", min=0, help="Draft tokens of a request when verifying; --rows counts them.")
+    int | None,
+    typer.Option(
+        "--draft-tokens", min=0, help="Draft tokens of a request when verifying; --rows counts them [default: 0]"
+    ),
+]
+Like = Annotated[
+    str | None,
+    typer.Option(
+        "--like",
+        metavar="COMMAND",
+        help="Start command of a server, in quotes: its ranks, context, captured sizes and draft tokens.",
+    ),
+]
+GpuMemory = Annotated[
+    str | None,
+    typer.Option(
+        "--gpu-memory", help="With --like: GB of one GPU, by which SGLang sizes its batches [default: the card's]"
+    ),
 ]
 Heads = Annotated[int | None, typer.Option("--heads", min=1, help="mla_decode: query heads of a rank [default: 8]")]
-Tp = Annotated[int, typer.Option("--tp", min=1, help="Ranks that share the model's 64 query heads.")]
+Tp = Annotated[int | None, typer.Option("--tp", min=1, help="Ranks that share the model's 64 query heads [default: 8]")]
 OneTp = Annotated[
     int | None,
     typer.Option("--tp", min=1, help="mla_decode: ranks that share the model's 64 query heads, for --heads."),
@@ -134,6 +155,68 @@ def read_rows(text: str, draft_tokens: int = 0) -> list[int]:
     if text == "captured":
         return [size * draft_tokens for size in CAPTURED_DRAFTS] if draft_tokens > 1 else list(CAPTURED)
     return list(dict.fromkeys(read_count(part, "--rows") for part in text.split(",")))
+
+
+def read_memory(text: str | None) -> float | None:
+    """GB of a GPU, from 96 or 96G."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(g|gb|gib)?", (text or "").strip().lower())
+    if text is not None and (found is None or float(found[1]) <= 0):
+        raise ValueError(f"--gpu-memory takes GB such as 96, not '{text}'")
+    return float(found[1]) if found is not None else None
+
+
+def refuse_memory(text: str | None) -> None:
+    if text is not None:
+        raise ValueError("--gpu-memory goes with --like: name both")
+
+
+def served(
+    card: Any,
+    like: str | None = None,
+    gpu_memory: str | None = None,
+    context: str | None = None,
+    tp: int | None = None,
+    draft_tokens: int | None = None,
+    rows: str = "captured",
+    chunk: str | None = None,
+    topk: int | None = None,
+) -> tuple[Any, int]:
+    """The server that these options describe (`dsv4tune.runtime.wanted.Server`) and its context in tokens.
+
+    Args:
+        card: a function that gives the card that the server runs on; asked where a start command is to be read.
+
+    Raises:
+        ValueError: a value that makes no sense, or two options that say the same.
+    """
+    from dsv4tune.runtime import wanted
+
+    counts = None if rows == "captured" else [read_count(part, "--rows") for part in rows.split(",")]
+    if like is None:
+        refuse_memory(gpu_memory)
+        tokens = read_count(context or "1M", "--context")
+        prompt = 0 if chunk in (None, "0") else read_count(str(chunk), "--chunk")
+        return wanted.server(tokens, tp or 8, draft_tokens or 0, counts, prompt, topk or 512), tokens
+    start = read_like(
+        card, like, read_memory(gpu_memory), context=context, tp=tp, draft_tokens=draft_tokens, chunk=chunk, topk=topk
+    )
+    server = start.server
+    return (server if counts is None else replace(server, rows=tuple(counts))), start.context
+
+
+def read_like(card: Any, like: str, memory: float | None, **others: Any) -> Any:
+    """The facts of a start command (`dsv4tune.tools.like.Start`), told on stderr.
+
+    Raises:
+        ValueError: it is none, or one of the `others` was given, which it says already.
+    """
+    from dsv4tune.tools import like as reading_like
+
+    for name in given_options(**others):
+        raise ValueError(f"--{name.replace('_', '-')} is said by --like already: leave one of them out")
+    start = reading_like.read(like, card(), memory)
+    say(f"like: {start}")
+    return start
 
 
 def read_duration(text: str, option: str) -> float:

@@ -14,14 +14,16 @@ from dsv4tune.tools.cli.options import (
     Context,
     Db,
     Drafts,
+    GpuMemory,
     Kernel,
+    Like,
     Target,
     Tp,
     fail,
     paint,
-    read_count,
     reading,
     say,
+    served,
 )
 
 Benches = Annotated[
@@ -33,9 +35,11 @@ def report_command(
     output: Annotated[Path, typer.Option("-o", "--output", help="File to write.")] = Path("report.html"),
     bench: Benches = None,
     kernel: Kernel = None,
-    context: Context = "1M",
-    tp: Tp = 8,
-    draft_tokens: Drafts = 0,
+    like: Like = None,
+    gpu_memory: GpuMemory = None,
+    context: Context = None,
+    tp: Tp = None,
+    draft_tokens: Drafts = None,
     layers: Annotated[
         str, typer.Option(help="Layers of the model by their compressed cache, for the time of a decode step.")
     ] = "none=2,c4=21,c128=20",
@@ -47,7 +51,7 @@ def report_command(
 
     Exit status: 0 written, 2 for bad input or with nothing to show.
     """
-    from dsv4tune.runtime import wanted
+    from dsv4tune.codegen import devices
     from dsv4tune.tools.catalogue import write_whole
 
     try:
@@ -56,10 +60,13 @@ def report_command(
         fail(f"a report needs {error.name}, which is not installed: pip install plotly")
 
     def render() -> str:
-        tokens = read_count(context, "--context")
-        server = wanted.server(tokens, tp, draft_tokens)
+        # Batches follow from the memory: of the GPU here, else of the card that the shipped entries are for.
+        server, tokens = served(
+            lambda: devices.here() or devices.named("h200"), like, gpu_memory, context, tp, draft_tokens
+        )
         named = budget.read_layers(layers)
-        return page.render(page.Request(db, bench or (), kernel, server, tokens, server.heads[0], named), say)
+        wanted = page.Request(db, bench or (), kernel, server, tokens, server.heads[0], named, like or "")
+        return page.render(wanted, say)
 
     text = reading(render)
     try:
@@ -75,9 +82,11 @@ _COLOURS = {"ok": "green", "note": "cyan", "gap": "yellow", "broken": "red"}
 def doctor_command(
     target: Target = None,
     device: Card = None,
-    context: Context = "1M",
-    tp: Tp = 8,
-    draft_tokens: Drafts = 0,
+    like: Like = None,
+    gpu_memory: GpuMemory = None,
+    context: Context = None,
+    tp: Tp = None,
+    draft_tokens: Drafts = None,
     db: Db = None,
     as_json: AsJson = False,
 ) -> None:
@@ -87,13 +96,12 @@ def doctor_command(
     faults: there the server's own kernels answer.
     """
     from dsv4tune.codegen import devices
-    from dsv4tune.runtime import wanted
-    from dsv4tune.tools import doctor
+    from dsv4tune.tools import doctor, explain
 
     def ask() -> doctor.Request:
         card = devices.named(device, target) if device is not None or target is not None else None
-        tokens = read_count(context, "--context")
-        return doctor.Request(card, wanted.server(tokens, tp, draft_tokens), tokens, db)
+        server, tokens = served(lambda: explain.card_for(device, target), like, gpu_memory, context, tp, draft_tokens)
+        return doctor.Request(card, server, tokens, db)
 
     request = reading(ask)
     found = []

@@ -15,18 +15,23 @@ from dsv4tune.tools.cli.options import (
     Context,
     Db,
     Drafts,
+    GpuMemory,
+    Jobs,
     Kernel,
+    Like,
     Rows,
     Target,
     Tp,
-    read_count,
     reading,
     say,
+    served,
     times_of,
 )
 
-Chunk = Annotated[str, typer.Option(help="Rows of a prefill chunk such as 8k, 0 for none.")]
-TopK = Annotated[int, typer.Option(help="Entries that the indexer selects: 512 (Flash) or 1024 (Pro).")]
+Chunk = Annotated[str | None, typer.Option(help="Rows of a prefill chunk such as 8k, 0 for none [default: 0]")]
+TopK = Annotated[
+    int | None, typer.Option(help="Entries that the indexer selects: 512 (Flash) or 1024 (Pro) [default: 512]")
+]
 Policy = Annotated[
     str,
     typer.Option(
@@ -37,12 +42,14 @@ Policy = Annotated[
 
 
 def explain_command(
-    rows: Rows = "64",
-    tp: Tp = 8,
-    context: Context = "1M",
-    draft_tokens: Drafts = 0,
-    topk: TopK = 512,
-    chunk: Chunk = "0",
+    rows: Rows = None,
+    like: Like = None,
+    gpu_memory: GpuMemory = None,
+    tp: Tp = None,
+    context: Context = None,
+    draft_tokens: Drafts = None,
+    topk: TopK = None,
+    chunk: Chunk = None,
     kernel: Kernel = None,
     target: Target = None,
     device: Card = None,
@@ -56,7 +63,21 @@ def explain_command(
     """
     from dsv4tune.tools import explain
 
-    given = (rows, tp, context, draft_tokens, topk, chunk, kernel, target, device, policy, db)
+    given = (
+        rows or ("64" if like is None else "captured"),
+        like,
+        gpu_memory,
+        tp,
+        context,
+        draft_tokens,
+        topk,
+        chunk,
+        kernel,
+        target,
+        device,
+        policy,
+        db,
+    )
     found = reading(lambda: explain.explain(_served(*given), say))
     if as_json:
         typer.echo(json.dumps({"results": found}))
@@ -76,17 +97,19 @@ def explain_command(
 
 
 def warm_command(
-    rows: Rows = "captured",
-    tp: Tp = 8,
-    context: Context = "1M",
-    draft_tokens: Drafts = 0,
-    topk: TopK = 512,
-    chunk: Chunk = "0",
+    rows: Rows = None,
+    like: Like = None,
+    gpu_memory: GpuMemory = None,
+    tp: Tp = None,
+    context: Context = None,
+    draft_tokens: Drafts = None,
+    topk: TopK = None,
+    chunk: Chunk = None,
     kernel: Kernel = None,
     target: Target = None,
     device: Card = None,
     policy: Policy = "measured",
-    jobs: Annotated[int, typer.Option(min=0, help="Compiler processes, 0 for one a core.")] = 0,
+    jobs: Jobs = None,
     db: Db = None,
     as_json: AsJson = False,
 ) -> None:
@@ -96,8 +119,22 @@ def warm_command(
     """
     from dsv4tune.tools import explain
 
-    given = (rows, tp, context, draft_tokens, topk, chunk, kernel, target, device, policy, db)
-    done = reading(lambda: explain.warm(_served(*given), jobs, say))
+    given = (
+        rows or "captured",
+        like,
+        gpu_memory,
+        tp,
+        context,
+        draft_tokens,
+        topk,
+        chunk,
+        kernel,
+        target,
+        device,
+        policy,
+        db,
+    )
+    done = reading(lambda: explain.warm(_served(*given), jobs or 0, say))
     if as_json:
         typer.echo(json.dumps(done))
     else:
@@ -114,11 +151,13 @@ def warm_command(
 
 def _served(
     rows: str,
-    tp: int,
-    context: str,
-    draft_tokens: int,
-    topk: int,
-    chunk: str,
+    like: str | None,
+    gpu_memory: str | None,
+    tp: int | None,
+    context: str | None,
+    draft_tokens: int | None,
+    topk: int | None,
+    chunk: str | None,
     kernel: str | None,
     target: str | None,
     device: str | None,
@@ -127,17 +166,15 @@ def _served(
 ) -> Any:
     from dsv4tune.codegen import ops
     from dsv4tune.codegen.words import unknown
-    from dsv4tune.runtime import wanted
     from dsv4tune.tools import explain
     from dsv4tune.tuned.selector import POLICIES
 
     if policy not in POLICIES:
         raise unknown("policy", policy, POLICIES)
     kernels = list(ops.OPS) if kernel is None else [ops.get(kernel).name]
-    counts = None if rows == "captured" else [read_count(part, "--rows") for part in rows.split(",")]
-    prompt = 0 if chunk == "0" else read_count(chunk, "--chunk")
-    server = wanted.server(read_count(context, "--context"), tp, draft_tokens, counts, prompt, topk)
-    return explain.Request(server, kernels, explain.card_for(device, target), policy, db)
+    card = explain.card_for(device, target)
+    server, _ = served(lambda: card, like, gpu_memory, context, tp, draft_tokens, rows, chunk, topk)
+    return explain.Request(server, kernels, card, policy, db)
 
 
 COMMANDS = {"explain": explain_command, "warm": warm_command}

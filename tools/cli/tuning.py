@@ -16,8 +16,11 @@ from dsv4tune.tools.cli.options import (
     Context,
     Db,
     Drafts,
+    GpuMemory,
     Heads,
     Jobs,
+    Kernel,
+    Like,
     OneKernel,
     OneTp,
     Rows,
@@ -26,8 +29,11 @@ from dsv4tune.tools.cli.options import (
     given_options,
     read_count,
     read_duration,
+    read_like,
+    read_memory,
     read_rows,
     read_weight,
+    refuse_memory,
     say,
     summary,
     targets,
@@ -66,12 +72,14 @@ def _site(executor: Where, gpus: str | None) -> Site:
 
 
 def search_command(
-    kernel: OneKernel,
+    kernel: Kernel = None,
+    like: Like = None,
+    gpu_memory: GpuMemory = None,
     target: Target = None,
     device: Card = None,
-    rows: Rows = "64",
-    context: Context = "1M",
-    draft_tokens: Drafts = 0,
+    rows: Rows = None,
+    context: Context = None,
+    draft_tokens: Drafts = None,
     heads: Heads = None,
     tp: OneTp = None,
     cache: Cache = None,
@@ -99,6 +107,9 @@ def search_command(
     With several GPUs each candidate is timed in turn with the baseline on one of them, and only GPUs of one silicon
     take part. With --executor ray, those of a cluster do; its machines need the same dsv4tune, Triton and torch.
 
+    With --like it tunes what that server will capture: every kernel unless --kernel names one, and of the captured row
+    counts few that enclose the others, or all of them with --rows captured.
+
     The budget is that of all rows together. Lengths and widths count cached entries, one for 4 tokens of context.
 
     Exit status: 0 with a best config for every row count, 1 where one has none, 2 for bad input.
@@ -108,36 +119,51 @@ def search_command(
     from dsv4tune.tuned import store
 
     try:
-        ops.get(kernel)
+        if kernel is None and like is None:
+            raise ValueError("name a kernel with --kernel, or the server to tune for with --like")
+        kernels = list(ops.OPS) if kernel is None else [ops.get(kernel).name]
         if trials < 1:
             raise ValueError(f"--trials must be at least 1, not {trials}")
         site = _site(executor, gpus)
         card, on_gpu = tune.choose_device(device, target, site)
         if weights is not None and lengths is None:
             raise ValueError("--weights goes with --lengths: name both")
-        request = tune.Request(
-            kernel=kernel,
-            rows=read_rows(rows, draft_tokens),
-            max_context=read_count(context, "--context"),
-            draft_tokens=draft_tokens,
-            options=given_options(heads=heads, tp=tp, cache=cache),
-            device=card,
-            on_gpu=on_gpu,
-            trials=trials,
-            budget_s=None if budget is None else read_duration(budget, "--budget"),
-            seed=seed,
-            sampler=sampler.value,
-            jobs=jobs,
-            db=db or store.default_path(),
-            lengths=None if lengths is None else [read_count(n, "--lengths") for n in lengths.split(",")],
-            weights=None if weights is None else [read_weight(w) for w in weights.split(",")],
-            site=site,
-        )
-        results = tune.tune(request, say)
+        tokens, drafts, counts = read_count(context or "1M", "--context"), draft_tokens or 0, []
+        if like is None:
+            refuse_memory(gpu_memory)
+            counts = read_rows(rows or "64", drafts)
+            wanted = [(name, given_options(heads=heads, tp=tp, cache=cache)) for name in kernels]
+        else:
+            said = {"context": context, "tp": tp, "draft_tokens": draft_tokens, "heads": heads, "cache": cache}
+            start = read_like(lambda: card, like, read_memory(gpu_memory), **said)
+            tokens, drafts, wanted = start.context, start.draft_tokens, start.problems(kernels)
+            counts = list(start.rows) if rows == "captured" else read_rows(rows) if rows else start.rows_to_search(card)
+        requests = [
+            tune.Request(
+                kernel=name,
+                rows=counts,
+                max_context=tokens,
+                draft_tokens=drafts,
+                options=options,
+                device=card,
+                on_gpu=on_gpu,
+                trials=trials,
+                budget_s=None if budget is None else read_duration(budget, "--budget"),
+                seed=seed,
+                sampler=sampler.value,
+                jobs=jobs,
+                db=db or store.default_path(),
+                lengths=None if lengths is None else [read_count(n, "--lengths") for n in lengths.split(",")],
+                weights=None if weights is None else [read_weight(w) for w in weights.split(",")],
+                site=site,
+            )
+            for name, options in wanted
+        ]
+        results = tune.tune_all(requests, say)
     except (ValueError, store.StoreError, OSError) as error:
         fail(error)
     if as_json:
-        typer.echo(json.dumps(results[0] if len(request.rows) == 1 else {"results": results}))
+        typer.echo(json.dumps(results[0] if len(counts) * len(requests) == 1 else {"results": results}))
     else:
         for result in results:
             typer.echo(summary(result))
@@ -223,7 +249,7 @@ def emulate_command(
     try:
         device = devices.named(target=target)
         wanted = emulate.candidates(
-            ops.get(kernel), device, read_rows(rows), db, given_options(heads=heads, tp=tp, cache=cache)
+            ops.get(kernel), device, read_rows(rows or "1,16,64"), db, given_options(heads=heads, tp=tp, cache=cache)
         )
         card = emulate.hopper_here()
         say(f"running {device.silicon.target} code on {card.name} ({card.silicon.target})")
