@@ -92,6 +92,7 @@ Cache = Annotated[
     ),
 ]
 Jobs = Annotated[int | None, typer.Option("--jobs", min=1, help="Compiler processes [default: one a core]")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing but the result and errors.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout; everything else goes to stderr.")]
 
 
@@ -204,8 +205,8 @@ def served(
     return (server if counts is None else replace(server, rows=tuple(counts))), start.context
 
 
-def read_like(card: Any, like: str, memory: float | None, **others: Any) -> Any:
-    """The facts of a start command (`dsv4tune.tools.like.Start`), told on stderr.
+def read_like(card: Any, like: str, memory: float | None, tell: Any = None, **others: Any) -> Any:
+    """The facts of a start command (`dsv4tune.tools.like.Start`), told on stderr or to `tell`.
 
     Raises:
         ValueError: it is none, or one of the `others` was given, which it says already.
@@ -215,7 +216,7 @@ def read_like(card: Any, like: str, memory: float | None, **others: Any) -> Any:
     for name in given_options(**others):
         raise ValueError(f"--{name.replace('_', '-')} is said by --like already: leave one of them out")
     start = reading_like.read(like, card(), memory)
-    say(f"like: {start}")
+    (tell or say)(f"like: {start}")
     return start
 
 

@@ -23,6 +23,7 @@ from dsv4tune.tools.cli.options import (
     Like,
     OneKernel,
     OneTp,
+    Quiet,
     Rows,
     Target,
     fail,
@@ -97,6 +98,7 @@ def search_command(
         Where, typer.Option(help="Where processes run: this machine, or the Ray cluster of $RAY_ADDRESS.")
     ] = Where.local,
     db: Db = None,
+    quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
     """Search for the fastest capture-safe config of a kernel and keep it in the database.
@@ -115,7 +117,7 @@ def search_command(
     Exit status: 0 with a best config for every row count, 1 where one has none, 2 for bad input.
     """
     from dsv4tune.codegen import ops
-    from dsv4tune.tools import tune
+    from dsv4tune.tools import progress, tune
     from dsv4tune.tuned import store
 
     try:
@@ -135,7 +137,9 @@ def search_command(
             wanted = [(name, given_options(heads=heads, tp=tp, cache=cache)) for name in kernels]
         else:
             said = {"context": context, "tp": tp, "draft_tokens": draft_tokens, "heads": heads, "cache": cache}
-            start = read_like(lambda: card, like, read_memory(gpu_memory), **said)
+            start = read_like(
+                lambda: card, like, read_memory(gpu_memory), (lambda line: None) if quiet else say, **said
+            )
             tokens, drafts, wanted = start.context, start.draft_tokens, start.problems(kernels)
             counts = list(start.rows) if rows == "captured" else read_rows(rows) if rows else start.rows_to_search(card)
         requests = [
@@ -159,7 +163,8 @@ def search_command(
             )
             for name, options in wanted
         ]
-        results = tune.tune_all(requests, say)
+        with progress.watching(quiet, say) as watch:
+            results = tune.tune_all(requests, watch)
     except (ValueError, store.StoreError, OSError) as error:
         fail(error)
     if as_json:
