@@ -166,7 +166,7 @@ def test_show_survives_other_words_and_an_unwritable_cache(db: Path, monkeypatch
 
 
 def test_every_command_and_option_is_explained() -> None:
-    commands = ("search", "bench", "list", "show", "export", "report", "doctor", "emulate", "explain", "warm")
+    commands = ("search", "bench", "list", "show", "export", "report", "doctor", "ab", "emulate", "explain", "warm")
     assert {c.name for c in app.registered_commands} == set(commands)
     for command in commands:
         result = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"})

@@ -220,7 +220,7 @@ def read_like(card: Any, like: str, memory: float | None, tell: Any = None, **ot
     return start
 
 
-def read_duration(text: str, option: str) -> float:
+def read_duration(text: str, option: str = "--budget") -> float:
     """Seconds, from a time such as 90s, 10m, 1h or 1h30m; a bare number is seconds."""
     words = text.strip()
     parts = re.findall(r"(\d+(?:\.\d+)?)([smh]|$)", words)

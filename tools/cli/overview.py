@@ -1,8 +1,9 @@
-"""Commands that show where things stand: report, doctor."""
+"""Commands that show where things stand: report, doctor, ab."""
 
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -21,6 +22,8 @@ from dsv4tune.tools.cli.options import (
     Tp,
     fail,
     paint,
+    read_count,
+    read_duration,
     reading,
     say,
     served,
@@ -117,4 +120,66 @@ def doctor_command(
         raise typer.Exit(1)
 
 
-COMMANDS = {"report": report_command, "doctor": doctor_command}
+def ab_command(
+    off: Annotated[str | None, typer.Option(metavar="URL", help="Server that runs with DSV4TUNE_DISABLE=1.")] = None,
+    on: Annotated[str | None, typer.Option(metavar="URL", help="Server that runs with the plugin.")] = None,
+    start: Annotated[
+        str | None,
+        typer.Option(
+            metavar="COMMAND", help="Instead of both: starts a server, here, with the plugin off and on in turn."
+        ),
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Runs of each side; each goes first in every other one.")] = 3,
+    requests: Annotated[str, typer.Option(help="Requests of a run.")] = "64",
+    concurrency: Annotated[str, typer.Option(help="Requests at a time.")] = "16",
+    input_tokens: Annotated[str, typer.Option(help="Tokens of a prompt, such as 8k.")] = "1k",
+    output_tokens: Annotated[str, typer.Option(help="Tokens of an answer.")] = "256",
+    startup: Annotated[str, typer.Option(help="With --start: how long a start may take.")] = "30m",
+    bench: Annotated[
+        str | None, typer.Option(metavar="COMMAND", help="The benchmark [default: python -m sglang.bench_serving]")
+    ] = None,
+    bench_args: Annotated[
+        str | None, typer.Option(metavar="ARGS", help="More arguments for it, in quotes, such as a --tokenizer.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the requests.")] = 0,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Also write the JSON to this file.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run SGLang's own serving benchmark with the plugin off and on, in turn, and tell what it brings.
+
+    Prints output tokens a second and the time per output token with their spread over the rounds. A difference counts
+    as clear only where every round has it.
+
+    Exit status: 0 measured, whatever came out; 2 for bad input or where a server or the benchmark failed.
+    """
+    from dsv4tune.tools import ab
+    from dsv4tune.tools.catalogue import write_whole
+
+    def run() -> dict[str, object]:
+        if start is None and (off is None or on is None):
+            raise ValueError("name two servers with --off and --on, or a command that starts one with --start")
+        if start is not None and (off is not None or on is not None):
+            raise ValueError("--start takes the place of --off and --on: leave one or the others out")
+        load = ab.Load(
+            read_count(requests, "--requests"),
+            read_count(concurrency, "--concurrency"),
+            read_count(input_tokens, "--input-tokens"),
+            read_count(output_tokens, "--output-tokens"),
+            tuple(shlex.split(bench_args or "")),
+        )
+        urls: dict[ab.Side, str] = {} if start is not None else {"off": off or "", "on": on or ""}
+        limit = read_duration(startup, "--startup")
+        result = ab.compare(ab.Request(load, rounds, urls, start or "", limit, bench or ab.BENCHMARK, seed), say)
+        if output is not None:
+            write_whole(output, json.dumps(result, indent=1) + "\n")
+        return result
+
+    result = reading(run)
+    if as_json:
+        typer.echo(json.dumps(result))
+        return
+    for line in ab.lines(result["figures"]):
+        typer.echo(line)
+
+
+COMMANDS = {"report": report_command, "doctor": doctor_command, "ab": ab_command}
