@@ -45,5 +45,5 @@ def named(op: str, words: str) -> list[str]:
 
 def baseline(op: str, silicon: Silicon) -> Peer | None:
     """The peer that a tuned kernel must beat on this silicon, or None where no server kernel is known for it."""
-    name = _BASELINES[op].get(silicon.arch // 10)
+    name = _BASELINES.get(op, {}).get(silicon.arch // 10)
     return None if name is None else PEERS[name]
