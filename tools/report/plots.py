@@ -222,11 +222,10 @@ def step(contexts: Sequence[str], before: Mapping[str, Sequence[float]], after: 
             figure.add_trace(
                 go.Bar(
                     x=list(contexts), y=shares, name=f"{kernel} {when}", offsetgroup=when, opacity=opacity,
-                    marker={"color": colours[kernel]}, textangle=0,
-                    text=[f"{share:.0%}" for share in shares] if when == "after" else None,
+                    marker={"color": colours[kernel]},
                     hovertemplate=f"{kernel} {when}: %{{y:.1%}} at %{{x}}<extra></extra>",
                 )
             )  # fmt: skip
-    figure.update_layout(barmode="stack", bargap=0.3, legend={"traceorder": "normal"})
+    figure.update_layout(barmode="stack", bargap=0.2, legend={"traceorder": "normal"})
     figure.update_yaxes(tickformat=".0%", rangemode="tozero")
     return Chart("", "", figure, 320)
