@@ -108,21 +108,24 @@ class Lines(Watcher):
 
     def __init__(self, write: Callable[[str], None]) -> None:
         self._write = write
-        self._told = 0.0
+        self._told, self._count = 0.0, 0
 
     def say(self, text: str) -> None:
         self._write(text)
 
     def begin(self, problem: Problem) -> None:
         super().begin(problem)
-        self._told = time.monotonic()
+        self._told, self._count = time.monotonic(), 0
 
     def show(self) -> None:
         problem = self.problem
         now = time.monotonic()
-        if problem is None or not problem.ended or (now - self._told < LINE_S and problem.done < problem.trials):
+        if problem is None or not problem.ended:
             return
-        self._told = now
+        last = problem.done >= problem.trials and len(problem.ended) != self._count
+        if now - self._told < LINE_S and not last:
+            return
+        self._told, self._count = now, len(problem.ended)
         self._write(f"{count_line(problem)}; {best_line(problem.best)}")
 
 

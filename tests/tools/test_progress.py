@@ -42,6 +42,7 @@ def test_plain_lines_come_every_few_seconds_and_at_the_end(monkeypatch: pytest.M
     for score in (1.5, 1.2, 1.4):
         now[0] += 3.0
         lines.trial(make_trial(score=score))
+    lines.show()
     assert len(said) == 2, "not after 3 s, after 6 s, and at the last"
     assert said[0].startswith("4/5 trials, 0.3/s, 3 s left; best 1.200 of byte floor (dialect=")
     assert said[1].startswith("5/5 trials") and "best 1.200" in said[1]
