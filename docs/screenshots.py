@@ -28,13 +28,14 @@ PICTURES = (
 
 
 def write_database(path: Path) -> None:
-    """The 550 trials of one call on an H200, without a word that was taken out since; see benchmarks/README.md."""
+    """Searches on an H200, without a word that was taken out since; see benchmarks/README.md."""
     store = Store(path)
-    with gzip.open(ROOT / "benchmarks/h200/indexer_trials_2.jsonl.gz", "rt") as lines:
-        for line in lines:
-            trial = json.loads(line)
-            trial["config"].pop("rows_per_program", None)
-            store.add(Trial.model_validate(trial))
+    for name in ("indexer_trials_2", "mla_decode_trials"):
+        with gzip.open(ROOT / f"benchmarks/h200/{name}.jsonl.gz", "rt") as lines:
+            for line in lines:
+                trial = json.loads(line)
+                trial["config"].pop("rows_per_program", None)
+                store.add(Trial.model_validate(trial))
     store.close()
 
 
@@ -47,7 +48,7 @@ def main() -> None:
         os.chdir(work)  # the page names the database
         database, html = Path("tuned.db"), Path("report.html")
         write_database(database)
-        benches = [ROOT / "benchmarks/h200/indexer.json"]
+        benches = [ROOT / f"benchmarks/h200/{kernel}.json" for kernel in ("indexer", "mla_decode")]
         server = wanted.server(CONTEXT)
         request = page.Request(database, benches, None, server, CONTEXT, server.heads[0], dict(budget.FLASH))
         html.write_text(page.render(request, print), encoding="utf-8")

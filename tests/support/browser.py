@@ -59,6 +59,7 @@ def visit(browser: Browser, file: Path, width: int, height: int = 900, dark: boo
     size: ViewportSize = {"width": width, "height": height}
     context = browser.new_context(viewport=size, color_scheme=colours, reduced_motion="reduce")
     try:
+        context.set_default_timeout(120_000)  # the machine may be busy
         found = Visit(context.new_page())
         found.page.goto(file.absolute().as_uri())
         found.page.wait_for_selector("html[data-drawn]")

@@ -87,7 +87,17 @@ def steps(sections: Sequence[Section], layers: Mapping[str, int], heads: int) ->
         contexts = tuple(n * 4 for n in (128, 2048, 32768, width) if n <= width)
         parts = [_part(name, one, layers, contexts) for name, one in sorted(chosen.items())]
         found.append(Step(card, rows, tuple(dict.fromkeys(contexts)), tuple(p for p in parts if p.layers)))
-    return [step for step in found if step.parts]
+    return _complete([step for step in found if step.parts])
+
+
+def _complete(steps: Sequence[Step]) -> list[Step]:
+    """Those that name every kernel that some step of the card has, so that none leaves one out unsaid."""
+    names: dict[str, set[str]] = {}
+    for step in steps:
+        names.setdefault(step.device, set()).update(part.name for part in step.parts)
+    whole = [step for step in steps if {part.name for part in step.parts} == names[step.device]]
+    cards = {step.device for step in whole}
+    return [*whole, *(step for step in steps if step.device not in cards)]
 
 
 def part_name(problem: Problem) -> str:

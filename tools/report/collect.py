@@ -38,16 +38,18 @@ class Bench:
         return list(self.data["rows"])
 
     def decode(self, problem: Problem, width: int) -> list[dict[str, Any]]:
-        """The timed calls of this problem in which all rows are equally long, by length; see `Shape`."""
-        found = [
-            row
-            for row in self.rows
-            if (shape := row["shape"])["kind"] == "decode"
-            and (shape["rows"], shape["width"]) == (problem.rows, width)
-            and shape["positions"] == shape["rows"] * shape["live"]
-            and all(getattr(problem, name, value) == value for name, value in shape.get("options", {}).items())
-        ]
+        """The timed calls of this problem in which all rows are equally long, by length; see the ops' `describe`."""
+        found = [row for row in self.rows if _is_decode(row["shape"], problem, width)]
         return sorted(found, key=lambda row: int(row["shape"]["live"]))
+
+
+def _is_decode(shape: dict[str, Any], problem: Problem, width: int) -> bool:
+    if shape["kind"] != "decode" or shape["rows"] != problem.rows or shape.get("cached"):
+        return False
+    if problem.op == "mla_decode":
+        fields = {"heads": "heads", "topk": "width", "extra": "extra_width"}
+        return all(shape.get(word) == getattr(problem, name) for word, name in fields.items())
+    return bool(shape.get("width") == width and shape.get("positions") == shape["rows"] * shape["live"])
 
 
 @dataclass(frozen=True)
@@ -69,12 +71,19 @@ class Studied:
 
     @property
     def title(self) -> str:
-        """Rows, and what tells this problem from others of the kernel."""
-        rows = f"{self.problem.rows} row{'s' if self.problem.rows != 1 else ''}"
-        heads = f", {self.problem.heads} heads" if self.problem.op == "mla_decode" else ""  # type: ignore[attr-defined]
-        cache = getattr(self.problem, "extra_page_size", None)
-        layers = {None: "", 64: ", c4", 2: ", c128", 0: ", window only"}.get(cache, f", pages of {cache}")
-        return rows + heads + layers + (", prompt" if self.range.causal else "")
+        """Rows, and whether they are a prompt's."""
+        rows = f"{self.problem.rows:,} row{'s' if self.problem.rows != 1 else ''}"
+        return rows + (", prompt" if self.range.causal and self.problem.rows > 1 else "")
+
+    @property
+    def family(self) -> str:
+        """What this problem has in common with those of other row counts; "" where the kernel has one kind alone."""
+        if self.problem.op != "mla_decode":
+            return ""
+        page, width = getattr(self.problem, "extra_page_size", 0), getattr(self.problem, "extra_width", 0)
+        cache = {0: "no compressed cache", 64: f"c4, {width:,} columns", 2: f"c128, {width:,} columns"}
+        heads = getattr(self.problem, "heads", 0)
+        return f"{heads} heads, {cache.get(page, f'pages of {page}, {width:,} columns')}"
 
     @cached_property
     def floors_us(self) -> dict[int, float]:

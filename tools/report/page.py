@@ -116,20 +116,36 @@ def _totals(views: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def _view(section: Section, request: Request, database: Path | None, say: Say) -> dict[str, Any]:
     server = peers.baseline(section.kernel, section.studied[0].problem.silicon)
     name = server.name if server is not None else None
-    benched = [_benched(one, section.benches) for one in section.studied]
-    problems = [_problem(o, rows) for o, rows in zip(section.studied, benched, strict=True)]
-    charts = [plots.time_by_length(o, rows, name) for o, rows in zip(section.studied, benched, strict=True)]
+    grouped: dict[str, list[Studied]] = {}
+    for one in section.studied:
+        grouped.setdefault(one.family, []).append(one)
+    # This server's heads first, then more of them.
+    mine = f"{request.heads} heads"
+    families = sorted(grouped, key=lambda family: (not family.startswith(mine), len(family), family))
     return {
         "id": f"{section.kernel}-{section.device.name}".lower().replace(" ", "-").replace("_", "-"),
         "section": section,
         "server": name,
-        "problems": problems,
-        "others": list(dict.fromkeys(name for problem in problems for name in problem["others"])),
-        "times": [chart for chart in charts if chart is not None],
-        "histories": [chart for one in section.studied if (chart := plots.history(one)) is not None],
-        "knobs": [view for one in section.studied if (view := _knobs(one)) is not None],
+        "families": [_family(family, grouped[family], section, name) for family in families],
+        "opened": mine if mine in " ".join(families) else families[0],
         "strips": coverage.strips(section.device, section.kernel, request.server, request.context, database, say),
         "benches": [_bench(bench, name) for bench in section.benches],
+    }
+
+
+def _family(name: str, studied: Sequence[Studied], section: Section, server: str | None) -> dict[str, Any]:
+    benched = [_benched(one, section.benches) for one in studied]
+    problems = [_problem(o, rows) for o, rows in zip(studied, benched, strict=True)]
+    charts = [plots.time_by_length(o, rows, server) for o, rows in zip(studied, benched, strict=True)]
+    gains = [1.0 / one.best.score for one in studied if one.best is not None and one.best.baseline is not None]
+    return {
+        "name": name,
+        "problems": problems,
+        "gain": (min(gains), max(gains)) if gains else None,
+        "others": list(dict.fromkeys(name for problem in problems for name in problem["others"])),
+        "times": [chart for chart in charts if chart is not None],
+        "histories": [chart for one in studied if (chart := plots.history(one)) is not None],
+        "knobs": [view for one in studied if (view := _knobs(one)) is not None],
     }
 
 

@@ -208,7 +208,7 @@ def slices(one: Studied, knob: str, trials: Sequence[Trial], values: Sequence[ob
 
 
 def step(contexts: Sequence[str], before: Mapping[str, Sequence[float]], after: Mapping[str, Sequence[float]]) -> Chart:
-    """Each kernel's share of these kernels' time in a decode step: the server's own beside the tuned ones.
+    """Each kernel's share of these kernels' time in a decode step: the server's own, and to their right the tuned ones.
 
     Args:
         before, after: by kernel, a time for each context, of any unit.
@@ -221,7 +221,8 @@ def step(contexts: Sequence[str], before: Mapping[str, Sequence[float]], after: 
             shares = [time / whole for time, whole in zip(times, wholes, strict=True)]
             figure.add_trace(
                 go.Bar(
-                    x=list(contexts), y=shares, name=f"{kernel} {when}", offsetgroup=when, opacity=opacity,
+                    x=list(contexts), y=shares, name=kernel, offsetgroup=when,
+                    showlegend=when == "after", opacity=opacity,
                     marker={"color": colours[kernel]},
                     hovertemplate=f"{kernel} {when}: %{{y:.1%}} at %{{x}}<extra></extra>",
                 )
