@@ -21,9 +21,9 @@ CONTEXT = 1 << 20
 #: File, width of the window, dark or not, what of the page: the element at the top, and the picture's height.
 PICTURES = (
     ("report.png", 1280, False, "header", 1010),
-    ("report-times.png", 1280, True, "h3:has-text('Time against live length')", 960),
-    ("report-search.png", 1280, False, "h3:has-text('Captured sizes')", 1180),
-    ("report-phone.png", 390, True, "header", 1400),
+    ("report-times.png", 1280, True, "#indexer-nvidia-h200 h3:has-text('Time against')", 960),
+    ("report-search.png", 1280, False, "#indexer-nvidia-h200 h3:has-text('Search')", 1180),
+    ("report-phone.png", 390, True, "header", 1000),
 )
 
 
