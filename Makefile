@@ -4,10 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: search test test-oldest test-sglang setup clean
+.PHONY: search report doctor test test-oldest test-sglang docs screenshots setup clean
 
 search: setup
 	$(BIN)/dsv4tune search --kernel indexer $(ARGS)
+
+report doctor: setup
+	$(BIN)/dsv4tune $@ $(ARGS)
 
 # In an environment of its own, because it pins torch.
 test: .venv-test/.installed
@@ -39,12 +42,20 @@ test-sglang: .venv-sglang/.installed
 	    -e . 'pytest>=8.3'
 	touch $@
 
+# docs/commands.md, from the commands' own help.
+docs: .venv-test/.installed
+	.venv-test/bin/python docs/commands.py
+
+# docs/images, by Chromium (Debian: apt-get install chromium).
+screenshots: .venv-test/.installed
+	PYTHONPATH=tests/support .venv-test/bin/python docs/screenshots.py
+
 setup: $(STAMP)
 
 # Editable, so that a clone runs what it holds. Takes the newest torch; only tests and CI pin one.
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[report]'
 	touch $@
 
 .venv-test/.installed: pyproject.toml tests/constraints.txt

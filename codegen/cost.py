@@ -75,17 +75,17 @@ def predict_us(
 def launch_us(work: Work, config: Config, report: Report, device: Device, model: Model) -> float:
     sms = device.silicon.sm_count
     held = resident(report, config.int("num_warps"), device)
-    stages = max(1, config.int("num_stages"))
+    stages = max(1, config.int("num_stages") if "num_stages" in config else 1)
 
     # Bytes: at the card's rate, or at that of the copies which are under way at once. The second was seen for TMA only.
     rate = device.bandwidth * model.reached * 1e-6
-    if config["load"] == "tma":
+    if config.get("load") == "tma":
         busy = max(1, min(work.programs, sms * held, work.steps))
         rate = min(rate, busy * stages * work.step_bytes / model.latency)
     memory = (work.steps * work.step_bytes + work.fixed_bytes) / rate
 
     step = work.step_scores * model.score_ns * 1e-3
-    if config["operand_order"] == "qk":
+    if config.get("operand_order") == "qk":
         step *= model.heads_as_rows
     if report.spill_bytes:
         step *= 1.5  # not fitted: no trial spilled

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -100,6 +101,11 @@ class Space:
         for branch in self.branches:
             for values in itertools.product(*(branch.get(p.name, p.values) for p in self.parameters)):
                 yield Config(dict(zip(names, values, strict=True)))
+
+    @property
+    def size(self) -> int:
+        """Of all combinations, usable or not."""
+        return sum(math.prod(len(b.get(p.name, p.values)) for p in self.parameters) for b in self.branches)
 
     def valid(self) -> list[Config]:
         """Every usable config, always in the same order."""

@@ -101,6 +101,10 @@ class Pools:
         if self.on_gpu:
             self.judges.prepare(session_job, setup)
 
+    def under_way(self) -> dict[str, int]:
+        """Candidates that wait for a process or are in one, by what it does with them."""
+        return {"compile": self.compilers.pending, "check and measure" if self.on_gpu else "check": self.judges.pending}
+
     def close(self) -> None:
         self.compilers.close()
         self.judges.close()

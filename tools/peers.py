@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dsv4tune.codegen.problem import Silicon
+from dsv4tune.codegen.words import unknown
 from dsv4tune.tools.indexer_peers import DeepGemm, DeepGemmSchedule, TileLang, Torch, TorchSm120
 from dsv4tune.tools.mla_decode_peers import FlashInfer, FlashMla, Gather, SglangTorch, SglangTriton
 from dsv4tune.tools.peer import Peer
@@ -38,11 +39,11 @@ def named(op: str, words: str) -> list[str]:
     wanted = words.split(",")
     for name in wanted:
         if name not in known:
-            raise ValueError(f"unknown peer '{name}': use all, none or some of {', '.join(known)}")
+            raise unknown("peer", name, ("all", "none", *known))
     return wanted
 
 
 def baseline(op: str, silicon: Silicon) -> Peer | None:
     """The peer that a tuned kernel must beat on this silicon, or None where no server kernel is known for it."""
-    name = _BASELINES[op].get(silicon.arch // 10)
+    name = _BASELINES.get(op, {}).get(silicon.arch // 10)
     return None if name is None else PEERS[name]

@@ -19,6 +19,8 @@ from dsv4tune.codegen.space import Config
 from dsv4tune.tools import measure, peers
 from dsv4tune.tools.evaluate import Evaluation, Pools
 from dsv4tune.tools.measure import Setup
+from dsv4tune.tools.progress import Lines, Watcher, in_words
+from dsv4tune.tools.progress import Problem as Shown
 from dsv4tune.tools.search import Proposer, Result, search
 from dsv4tune.tools.sites import Local, Site
 from dsv4tune.tuned.records import Baseline, Range, Trial, plain
@@ -71,7 +73,7 @@ def choose_device(device: str | None, target: str | None, site: Site = HERE) -> 
     return wanted, False
 
 
-def tune(request: Request, say: Say) -> list[dict[str, Any]]:
+def tune(request: Request, say: Say, watch: Watcher | None = None) -> list[dict[str, Any]]:
     """Search every problem of the request; one result each, in order.
 
     Raises:
@@ -79,6 +81,7 @@ def tune(request: Request, say: Say) -> list[dict[str, Any]]:
         StoreError: the database can't be written.
         OSError: the cache folder can't be written.
     """
+    watch = watch or Lines(say)
     op = ops.get(request.kernel)
     options = op.options(request.options, request.max_context, request.draft_tokens)
     problems = [op.problem(rows, request.device.silicon, **options) for rows in request.rows]
@@ -97,13 +100,26 @@ def tune(request: Request, say: Say) -> list[dict[str, Any]]:
     with _interrupted_once():
         try:
             for problem, profile in zip(problems, profiles, strict=True):
-                result = _tune_one(op, problem, profile, request, store, pools, deadline, say)
+                result = _tune_one(op, problem, profile, request, store, pools, deadline, say, watch)
                 results.append(result)
                 if result["status"] == "interrupted":
                     break
         finally:
             pools.close()
             store.close()
+    return results
+
+
+def tune_all(requests: Sequence[Request], watch: Watcher) -> list[dict[str, Any]]:
+    """Several requests one after another, as `tune`; the budget of the first is that of all of them together."""
+    started = time.monotonic()
+    budget = requests[0].budget_s
+    results: list[dict[str, Any]] = []
+    for request in requests:
+        left = None if budget is None else max(0.0, budget - (time.monotonic() - started))
+        results += tune(replace(request, budget_s=left), watch.say, watch)
+        if results[-1]["status"] == "interrupted":
+            break
     return results
 
 
@@ -150,6 +166,7 @@ def _tune_one(
     pools: Pools,
     deadline: float | None,
     say: Say,
+    watch: Watcher,
 ) -> dict[str, Any]:
     started = time.monotonic()
     result = Result(status="interrupted")
@@ -161,7 +178,9 @@ def _tune_one(
             result.status = "budget"
             return _result(op, problem, profile, store, result, baseline, references, 0.0)
         pools.warm()
+        watch.phase("enumerating the space, and what it refuses")
         if request.on_gpu:
+            watch.phase("timing the server's own kernel")
             setup = _fitting(op, setup, pools, say)
             baseline, references = timed_baseline(setup, pools, say)
         evaluation = Evaluation(setup, pools, baseline)
@@ -177,11 +196,22 @@ def _tune_one(
                 known += 1
         left_out = sum(avoid(config) is not None for config in space.valid())
         note = f", {left_out} of them left out because only their GPU can check them" if left_out else ""
-        say(f"{problem.key}: {known} of {request.trials} trials stored; {len(space.valid())} valid configs{note}")
-        progress = _Progress(store, setup, request.trials, known, deadline, say)
-        result = search(proposer, evaluation, store.add, request.trials - known, deadline, progress)
+        refused = f"{len(space.valid())} valid configs of {space.size} combinations{note}"
+        say(f"{problem.key}: {known} of {request.trials} trials stored; {refused}")
+        over = Range(**setup.profile.to_json())
+        name = f"{problem.op}, {problem.rows} rows"
+        shown = Shown(name, request.trials, known, deadline, pools.under_way, store.best(problem.key, over))
+        watch.begin(shown)
+
+        def finished(trial: Trial) -> None:
+            store.add(trial)
+            watch.trial(trial)
+
+        result = search(proposer, evaluation, finished, request.trials - known, deadline, lambda tried: watch.show())
     except KeyboardInterrupt:
         pass
+    finally:
+        watch.end()
     return _result(op, problem, setup.profile, store, result, baseline, references, time.monotonic() - started)
 
 
@@ -255,29 +285,6 @@ def timed_baseline(setup: Setup, pools: Pools, say: Say) -> tuple[Baseline | Non
     return Baseline(name=server.name, version=plain(own["version"]), times_us=own["times_us"]), references
 
 
-class _Progress:
-    """Best so far, rate and time left, a line each few seconds."""
-
-    def __init__(self, store: Store, setup: Setup, trials: int, known: int, deadline: float | None, say: Say) -> None:
-        self.store, self.problem, self.trials, self.known = store, setup.problem, trials, known
-        self.over = Range(**setup.profile.to_json())
-        self.deadline, self.say = deadline, say
-        self.started = self.told = time.monotonic()
-
-    def __call__(self, tried: int) -> None:
-        now = time.monotonic()
-        if tried == 0 or (now - self.told < 5.0 and self.known + tried < self.trials):
-            return
-        self.told = now
-        rate = tried / (now - self.started)
-        left = (self.trials - self.known - tried) / rate
-        if self.deadline is not None:
-            left = min(left, self.deadline - now)
-        best = self.store.best(self.problem.key, self.over)
-        what = f"best {best.score:.3f} of {best.yardstick} ({in_order(best).brief})" if best else "nothing usable yet"
-        self.say(f"{self.known + tried}/{self.trials} trials, {rate:.1f}/s, {max(0.0, left):.0f} s left; {what}")
-
-
 def _result(
     op: Op[Any, Any],
     problem: Problem,
@@ -305,18 +312,12 @@ def _result(
     }
 
 
-def in_order(trial: Trial) -> Config:
-    """A stored config with its words in the op's order; the database sorts them."""
-    op = ops.get(str(trial.problem["op"]))
-    return Config({word: trial.config[word] for word in op.words if word in trial.config})
-
-
 def best_json(trial: Trial) -> dict[str, Any]:
     """A winner as the commands print it."""
     assert trial.resources is not None
     times = "measured_us" if trial.provenance == "measured" else "predicted_us"
     return {
-        "config": dict(in_order(trial)),
+        "config": dict(in_words(trial)),
         "provenance": trial.provenance,
         times: {str(n): us for n, us in sorted(trial.times_us.items())},
         "score": trial.score,

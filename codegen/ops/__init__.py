@@ -8,6 +8,7 @@ from dsv4tune.codegen.op import Op
 from dsv4tune.codegen.ops.indexer import Indexer
 from dsv4tune.codegen.ops.mla_decode import MlaDecode
 from dsv4tune.codegen.problem import Problem
+from dsv4tune.codegen.words import unknown
 
 OPS: dict[str, Op[Any, Any]] = {op.name: op for op in (Indexer(), MlaDecode())}
 
@@ -19,7 +20,7 @@ def get(name: str) -> Op[Any, Any]:
         ValueError: there is none.
     """
     if name not in OPS:
-        raise ValueError(f"unknown kernel '{name}': use one of {', '.join(OPS)}")
+        raise unknown("kernel", name, OPS)
     return OPS[name]
 
 

@@ -174,7 +174,7 @@ def test_values_from_outside_are_held_against_the_space(
 
 
 def test_unknown_words_name_the_known_ones(indexer: Indexer) -> None:
-    with pytest.raises(ValueError, match="use one of indexer"):
+    with pytest.raises(ValueError, match="did you mean 'indexer'"):
         ops.get("indexr")
     with pytest.raises(ValueError, match="unknown device 'rtx-6000'"):
         devices.named("rtx-6000")

@@ -17,11 +17,11 @@ from fakes import make_trial
 from typer.testing import CliRunner
 
 from dsv4tune.codegen.space import Config
-from dsv4tune.tools.cli import app, entries, serving, sharing, tuning
+from dsv4tune.tools.cli import app, entries, overview, serving, sharing, tuning
 from dsv4tune.tuned.records import Baseline, Catalogue
 from dsv4tune.tuned.store import Store
 
-SEARCH = ["search", "--kernel", "indexer", "--target", "sm_120", "--rows", "64", "--max-context", "1048576"]
+SEARCH = ["search", "--kernel", "indexer", "--target", "sm_120", "--rows", "64", "--context", "1M"]
 
 
 def run(*arguments: object) -> Any:
@@ -53,14 +53,15 @@ def filled(db: Path) -> Path:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"--kernel": "indexr"}, "unknown kernel 'indexr': use one of indexer"),
-        ({"--target": "sm_70"}, "unknown target 'sm_70': use one of sm_89"),
-        ({"--device": "rtx-9999"}, "unknown device 'rtx-9999': use one of rtx-pro-6000"),
+        ({"--kernel": "indexr"}, "unknown kernel 'indexr': did you mean 'indexer'? Known are indexer, mla_decode"),
+        ({"--target": "sm_70"}, "unknown target 'sm_70': did you mean 'sm_90'? Known are sm_89"),
+        ({"--device": "rtx-9999"}, "unknown device 'rtx-9999': did you mean 'rtx-5090'? Known are rtx-pro-6000"),
         ({"--device": "h200"}, "device 'h200' is sm_90, not sm_120"),
         ({"--trials": "0"}, "--trials must be at least 1, not 0"),
         ({"--rows": "0"}, "--rows takes whole numbers above 0"),
         ({"--rows": "many"}, "--rows takes whole numbers above 0"),
-        ({"--max-context": "1G"}, "--max-context takes whole numbers above 0"),
+        ({"--context": "1G"}, "--context takes whole numbers above 0"),
+        ({"--budget": "10x"}, "--budget takes a time such as 90s"),
         ({"--budget": "soon"}, "--budget takes a time such as 90s"),
         ({"--lengths": "128,9999999"}, "live length 9999999 is outside 1..262208"),
         ({"--lengths": "128", "--weights": "x"}, "--weights takes numbers"),
@@ -69,7 +70,7 @@ def filled(db: Path) -> Path:
         ({"--lengths": "128", "--weights": "nan"}, "weights must be above 0 and finite"),
         ({"--lengths": "128,128"}, "a live length is named twice"),
         ({"--rows": "10000000000"}, "rows must be 1 to 262144"),
-        ({"--max-context": str(10**18)}, "is too long: the kernels serve up to"),
+        ({"--context": str(10**18)}, "is too long: the kernels serve up to"),
         ({"--db": "/nowhere/tuned.db"}, "folder /nowhere does not exist: create it"),
         ({"--db": "/proc"}, "/proc is a folder: name a file"),
     ],
@@ -165,11 +166,11 @@ def test_show_survives_other_words_and_an_unwritable_cache(db: Path, monkeypatch
 
 
 def test_every_command_and_option_is_explained() -> None:
-    commands = tuple(tuning.COMMANDS | entries.COMMANDS | sharing.COMMANDS | serving.COMMANDS)
+    commands = tuple(tuning.COMMANDS | entries.COMMANDS | sharing.COMMANDS | overview.COMMANDS | serving.COMMANDS)
     assert {c.name for c in app.registered_commands} == set(commands)
     for command in commands:
         result = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"})
-        assert result.exit_code == 0
+        assert result.exit_code == 0 and "Exit status:" in result.stdout, command
     assert run("--version").stdout.startswith("dsv4tune ")
 
 

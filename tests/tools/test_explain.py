@@ -51,7 +51,7 @@ def test_why_not(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--policy", "bold"], "--policy takes measured, strict, predicted"),
+        (["--policy", "bold"], "unknown policy 'bold': use one of measured"),
         (["--tp", "3"], "--tp 3 doesn't divide"),
         (["--rows", "x"], "--rows takes whole numbers"),
         (["--kernel", "gemm"], "unknown kernel 'gemm'"),

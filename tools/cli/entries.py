@@ -10,9 +10,10 @@ import typer
 from dsv4tune.tools.cli.options import (
     AsJson,
     Db,
-    OneDevice,
+    Kernel,
     OneKernel,
-    OneTarget,
+    OnlyDevice,
+    OnlyTarget,
     Words,
     database,
     figures,
@@ -23,15 +24,18 @@ from dsv4tune.tools.cli.options import (
 
 
 def list_command(
-    kernel: OneKernel = None,
-    device: OneDevice = None,
-    target: OneTarget = None,
+    kernel: Kernel = None,
+    device: OnlyDevice = None,
+    target: OnlyTarget = None,
     problem: Words = None,
     rows: Annotated[int | None, typer.Option(help="Only this row count.")] = None,
     db: Db = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the problems in the database with the best config of each."""
+    """List the problems in the database with the best config of each.
+
+    Exit status: 0 also where it holds nothing usable, 2 without a database or for bad input.
+    """
     from dsv4tune.tools import catalogue
 
     def read() -> list[dict[str, Any]]:
@@ -49,15 +53,18 @@ def list_command(
 
 
 def show_command(
-    kernel: Annotated[str, typer.Option(help="Kernel of the problem.")],
+    kernel: OneKernel,
     rows: Annotated[int | None, typer.Option(help="Rows of the problem.")] = None,
-    device: OneDevice = None,
-    target: OneTarget = None,
+    device: OnlyDevice = None,
+    target: OnlyTarget = None,
     problem: Words = None,
     db: Db = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show the best config of a problem: its words, resources, evidence and rendered source."""
+    """Show the best config of a problem: its words, resources, evidence and rendered source.
+
+    Exit status: 0 found, 2 where the database has no such problem, or for bad input.
+    """
     from dsv4tune.tools import catalogue
 
     found = reading(lambda: catalogue.details(database(db), only(kernel, device, target, problem, rows)))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -15,17 +17,34 @@ from dsv4tune.codegen.space import Config
 if TYPE_CHECKING:
     from dsv4tune.tuned.store import Filter
 
+
+def kernels() -> list[str]:
+    from dsv4tune.codegen.ops import OPS
+
+    return list(OPS)
+
+
+def targets() -> list[str]:
+    from dsv4tune.codegen.devices import TARGETS
+
+    return list(TARGETS)
+
+
+def devices() -> list[str]:
+    from dsv4tune.codegen.devices import DEVICES
+
+    return list(DEVICES)
+
+
 Db = Annotated[
     Path | None, typer.Option("--db", help="SQLite database [default: $DSV4TUNE_DB, else the user's data folder]")
 ]
-Heads = Annotated[int | None, typer.Option(min=1, help="mla_decode: query heads of a rank [default: 8]")]
-Tp = Annotated[int | None, typer.Option(min=1, help="mla_decode: the same, as ranks that share the model's 64 heads.")]
-Cache = Annotated[
-    str | None, typer.Option(help="mla_decode: compressed cache of the layer: c4, c4-pro, c128 or none [default: c4]")
+Kernel = Annotated[
+    str | None,
+    typer.Option("--kernel", autocompletion=kernels, help="Only this kernel: indexer or mla_decode."),
 ]
-OneKernel = Annotated[str | None, typer.Option("--kernel", help="Only this kernel: indexer or mla_decode.")]
-OneTarget = Annotated[str | None, typer.Option("--target", help="Only this compute capability, such as sm_120.")]
-OneDevice = Annotated[
+OnlyTarget = Annotated[str | None, typer.Option("--target", help="Only this compute capability, such as sm_120.")]
+OnlyDevice = Annotated[
     str | None, typer.Option("--device", help="Only the silicon of this card, such as rtx-pro-6000, or 'here'.")
 ]
 Words = Annotated[
@@ -33,6 +52,60 @@ Words = Annotated[
     typer.Option("--problem", help="Only problems with these words in their key: 'rows=64 heads=8'."),
 ]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do it without showing first what would be done.")]
+OneKernel = Annotated[str, typer.Option("--kernel", autocompletion=kernels, help="Which one: indexer or mla_decode.")]
+Target = Annotated[
+    str | None,
+    typer.Option("--target", autocompletion=targets, help="Compute capability, such as sm_120; needs no GPU."),
+]
+Card = Annotated[
+    str | None, typer.Option("--device", autocompletion=devices, help="Card, such as rtx-pro-6000; needs no GPU.")
+]
+Rows = Annotated[
+    str | None,
+    typer.Option("--rows", help="Query rows of a call: 64, a list 1,16,64, or 'captured' for SGLang's graph sizes."),
+]
+Context = Annotated[
+    str | None,
+    typer.Option(
+        "--context", "--max-context", help="Context length of the server in tokens, such as 128k [default: 1M]"
+    ),
+]
+Drafts = Annotated[
+    int | None,
+    typer.Option(
+        "--draft-tokens", min=0, help="Draft tokens of a request when verifying; --rows counts them [default: 0]"
+    ),
+]
+Like = Annotated[
+    str | None,
+    typer.Option(
+        "--like",
+        metavar="COMMAND",
+        help="Start command of a server, in quotes: its ranks, context, captured sizes and draft tokens.",
+    ),
+]
+GpuMemory = Annotated[
+    str | None,
+    typer.Option(
+        "--gpu-memory", help="With --like: GB of one GPU, by which SGLang sizes its batches [default: the card's]"
+    ),
+]
+Heads = Annotated[int | None, typer.Option("--heads", min=1, help="mla_decode: query heads of a rank [default: 8]")]
+Tp = Annotated[int | None, typer.Option("--tp", min=1, help="Ranks that share the model's 64 query heads [default: 8]")]
+OneTp = Annotated[
+    int | None,
+    typer.Option("--tp", min=1, help="mla_decode: ranks that share the model's 64 query heads, for --heads."),
+]
+Cache = Annotated[
+    str | None,
+    typer.Option(
+        "--cache",
+        autocompletion=lambda: ["c4", "c4-pro", "c128", "none"],
+        help="mla_decode: compressed cache of the layer: c4, c4-pro, c128 or none [default: c4]",
+    ),
+]
+Jobs = Annotated[int | None, typer.Option("--jobs", min=1, help="Compiler processes [default: one a core]")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing but the result and errors.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout; everything else goes to stderr.")]
 
 
@@ -46,6 +119,11 @@ def say(text: str) -> None:
     # Whoever read stderr may be gone, as after `| head`: no reason to end a search.
     with contextlib.suppress(OSError):
         typer.echo(text, err=True)
+
+
+def paint(text: str, colour: str) -> str:
+    """Coloured where it goes to a terminal; https://no-color.org."""
+    return text if os.environ.get("NO_COLOR") else typer.style(text, fg=colour)
 
 
 def given_options(**options: Any) -> dict[str, Any]:
@@ -128,11 +206,75 @@ def read_rows(text: str, draft_tokens: int = 0) -> list[int]:
     return list(dict.fromkeys(read_count(part, "--rows") for part in text.split(",")))
 
 
-def read_duration(text: str) -> float:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)(s|m|h)?", text.strip())
-    if found is None:
-        raise ValueError(f"--budget takes a time such as 90s, 10m or 1h, not '{text}'")
-    return float(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2] or "s"]
+def read_memory(text: str | None) -> float | None:
+    """GB of a GPU, from 96 or 96G."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(g|gb|gib)?", (text or "").strip().lower())
+    if text is not None and (found is None or float(found[1]) <= 0):
+        raise ValueError(f"--gpu-memory takes GB such as 96, not '{text}'")
+    return float(found[1]) if found is not None else None
+
+
+def refuse_memory(text: str | None) -> None:
+    if text is not None:
+        raise ValueError("--gpu-memory goes with --like: name both")
+
+
+def served(
+    card: Any,
+    like: str | None = None,
+    gpu_memory: str | None = None,
+    context: str | None = None,
+    tp: int | None = None,
+    draft_tokens: int | None = None,
+    rows: str = "captured",
+    chunk: str | None = None,
+    topk: int | None = None,
+) -> tuple[Any, int]:
+    """The server that these options describe (`dsv4tune.runtime.wanted.Server`) and its context in tokens.
+
+    Args:
+        card: a function that gives the card that the server runs on; asked where a start command is to be read.
+
+    Raises:
+        ValueError: a value that makes no sense, or two options that say the same.
+    """
+    from dsv4tune.runtime import wanted
+
+    counts = None if rows == "captured" else [read_count(part, "--rows") for part in rows.split(",")]
+    if like is None:
+        refuse_memory(gpu_memory)
+        tokens = read_count(context or "1M", "--context")
+        prompt = 0 if chunk in (None, "0") else read_count(str(chunk), "--chunk")
+        return wanted.server(tokens, tp or 8, draft_tokens or 0, counts, prompt, topk or 512), tokens
+    start = read_like(
+        card, like, read_memory(gpu_memory), context=context, tp=tp, draft_tokens=draft_tokens, chunk=chunk, topk=topk
+    )
+    server = start.server
+    return (server if counts is None else replace(server, rows=tuple(counts))), start.context
+
+
+def read_like(card: Any, like: str, memory: float | None, tell: Any = None, **others: Any) -> Any:
+    """The facts of a start command (`dsv4tune.tools.like.Start`), told on stderr or to `tell`.
+
+    Raises:
+        ValueError: it is none, or one of the `others` was given, which it says already.
+    """
+    from dsv4tune.tools import like as reading_like
+
+    for name in given_options(**others):
+        raise ValueError(f"--{name.replace('_', '-')} is said by --like already: leave one of them out")
+    start = reading_like.read(like, card(), memory)
+    (tell or say)(f"like: {start}")
+    return start
+
+
+def read_duration(text: str, option: str = "--budget") -> float:
+    """Seconds, from a time such as 90s, 10m, 1h or 1h30m; a bare number is seconds."""
+    words = text.strip()
+    parts = re.findall(r"(\d+(?:\.\d+)?)([smh]|$)", words)
+    if not parts or "".join(number + unit for number, unit in parts) != words:
+        raise ValueError(f"{option} takes a time such as 90s, 10m or 1h30m, not '{text}'")
+    return sum(float(number) * {"s": 1, "m": 60, "h": 3600}[unit or "s"] for number, unit in parts)
 
 
 def summary(result: dict[str, Any]) -> str:

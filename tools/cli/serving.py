@@ -9,29 +9,48 @@ from typing import Annotated, Any
 import typer
 
 from dsv4tune.codegen.space import Config
-from dsv4tune.tools.cli.options import AsJson, Db, OneKernel, read_count, reading, say, times_of
+from dsv4tune.tools.cli.options import (
+    AsJson,
+    Card,
+    Context,
+    Db,
+    Drafts,
+    GpuMemory,
+    Jobs,
+    Kernel,
+    Like,
+    Rows,
+    Target,
+    Tp,
+    reading,
+    say,
+    served,
+    times_of,
+)
 
-Context = Annotated[str, typer.Option(help="Context length of the server, in tokens.")]
-Drafts = Annotated[int, typer.Option(min=0, help="Draft tokens of a request when verifying; --rows counts them.")]
-ServedRows = Annotated[
-    str, typer.Option(help="Query rows of a call: 64, a list 1,16,64, or 'captured' for SGLang's graph sizes.")
+Chunk = Annotated[str | None, typer.Option(help="Rows of a prefill chunk such as 8k, 0 for none [default: 0]")]
+TopK = Annotated[
+    int | None, typer.Option(help="Entries that the indexer selects: 512 (Flash) or 1024 (Pro) [default: 512]")
 ]
-ServedTp = Annotated[int, typer.Option(min=1, help="Ranks that share the model's 64 query heads.")]
-Chunk = Annotated[int, typer.Option(min=0, help="Rows of a prefill chunk, 0 for none.")]
-TopK = Annotated[int, typer.Option(help="Entries that the indexer selects: 512 (Flash) or 1024 (Pro).")]
-Policy = Annotated[str, typer.Option(help="Evidence that an entry needs: measured, strict or predicted.")]
-Target = Annotated[str | None, typer.Option(help="Compute capability, such as sm_120; needs no GPU.")]
-Card = Annotated[str | None, typer.Option(help="Card, such as rtx-pro-6000; needs no GPU.")]
+Policy = Annotated[
+    str,
+    typer.Option(
+        autocompletion=lambda: ["measured", "strict", "predicted"],
+        help="Evidence that an entry needs: measured, strict or predicted.",
+    ),
+]
 
 
 def explain_command(
-    rows: ServedRows = "64",
-    tp: ServedTp = 8,
-    context: Context = "1048576",
-    draft_tokens: Drafts = 0,
-    topk: TopK = 512,
-    chunk: Chunk = 0,
-    kernel: OneKernel = None,
+    rows: Rows = None,
+    like: Like = None,
+    gpu_memory: GpuMemory = None,
+    tp: Tp = None,
+    context: Context = None,
+    draft_tokens: Drafts = None,
+    topk: TopK = None,
+    chunk: Chunk = None,
+    kernel: Kernel = None,
     target: Target = None,
     device: Card = None,
     policy: Policy = "measured",
@@ -44,7 +63,21 @@ def explain_command(
     """
     from dsv4tune.tools import explain
 
-    given = (rows, tp, context, draft_tokens, topk, chunk, kernel, target, device, policy, db)
+    given = (
+        rows or ("64" if like is None else "captured"),
+        like,
+        gpu_memory,
+        tp,
+        context,
+        draft_tokens,
+        topk,
+        chunk,
+        kernel,
+        target,
+        device,
+        policy,
+        db,
+    )
     found = reading(lambda: explain.explain(_served(*given), say))
     if as_json:
         typer.echo(json.dumps({"results": found}))
@@ -64,17 +97,19 @@ def explain_command(
 
 
 def warm_command(
-    rows: ServedRows = "captured",
-    tp: ServedTp = 8,
-    context: Context = "1048576",
-    draft_tokens: Drafts = 0,
-    topk: TopK = 512,
-    chunk: Chunk = 0,
-    kernel: OneKernel = None,
+    rows: Rows = None,
+    like: Like = None,
+    gpu_memory: GpuMemory = None,
+    tp: Tp = None,
+    context: Context = None,
+    draft_tokens: Drafts = None,
+    topk: TopK = None,
+    chunk: Chunk = None,
+    kernel: Kernel = None,
     target: Target = None,
     device: Card = None,
     policy: Policy = "measured",
-    jobs: Annotated[int, typer.Option(min=0, help="Compiler processes, 0 for one a core.")] = 0,
+    jobs: Jobs = None,
     db: Db = None,
     as_json: AsJson = False,
 ) -> None:
@@ -84,8 +119,22 @@ def warm_command(
     """
     from dsv4tune.tools import explain
 
-    given = (rows, tp, context, draft_tokens, topk, chunk, kernel, target, device, policy, db)
-    done = reading(lambda: explain.warm(_served(*given), jobs, say))
+    given = (
+        rows or "captured",
+        like,
+        gpu_memory,
+        tp,
+        context,
+        draft_tokens,
+        topk,
+        chunk,
+        kernel,
+        target,
+        device,
+        policy,
+        db,
+    )
+    done = reading(lambda: explain.warm(_served(*given), jobs or 0, say))
     if as_json:
         typer.echo(json.dumps(done))
     else:
@@ -102,11 +151,13 @@ def warm_command(
 
 def _served(
     rows: str,
-    tp: int,
-    context: str,
-    draft_tokens: int,
-    topk: int,
-    chunk: int,
+    like: str | None,
+    gpu_memory: str | None,
+    tp: int | None,
+    context: str | None,
+    draft_tokens: int | None,
+    topk: int | None,
+    chunk: str | None,
     kernel: str | None,
     target: str | None,
     device: str | None,
@@ -114,16 +165,16 @@ def _served(
     db: Path | None,
 ) -> Any:
     from dsv4tune.codegen import ops
-    from dsv4tune.runtime import wanted
+    from dsv4tune.codegen.words import unknown
     from dsv4tune.tools import explain
     from dsv4tune.tuned.selector import POLICIES
 
     if policy not in POLICIES:
-        raise ValueError(f"--policy takes {', '.join(POLICIES)}, not '{policy}'")
+        raise unknown("policy", policy, POLICIES)
     kernels = list(ops.OPS) if kernel is None else [ops.get(kernel).name]
-    counts = None if rows == "captured" else [read_count(part, "--rows") for part in rows.split(",")]
-    server = wanted.server(read_count(context, "--context"), tp, draft_tokens, counts, chunk, topk)
-    return explain.Request(server, kernels, explain.card_for(device, target), policy, db)
+    card = explain.card_for(device, target)
+    server, _ = served(lambda: card, like, gpu_memory, context, tp, draft_tokens, rows, chunk, topk)
+    return explain.Request(server, kernels, card, policy, db)
 
 
 COMMANDS = {"explain": explain_command, "warm": warm_command}

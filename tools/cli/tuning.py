@@ -12,17 +12,32 @@ import typer
 from dsv4tune.tools.cli.options import (
     AsJson,
     Cache,
+    Card,
+    Context,
     Db,
+    Drafts,
+    GpuMemory,
     Heads,
-    Tp,
+    Jobs,
+    Kernel,
+    Like,
+    OneKernel,
+    OneTp,
+    Quiet,
+    Rows,
+    Target,
     fail,
     given_options,
     read_count,
     read_duration,
+    read_like,
+    read_memory,
     read_rows,
     read_weight,
+    refuse_memory,
     say,
     summary,
+    targets,
 )
 
 if TYPE_CHECKING:
@@ -58,26 +73,24 @@ def _site(executor: Where, gpus: str | None) -> Site:
 
 
 def search_command(
-    kernel: Annotated[str, typer.Option(help="What to tune: indexer or mla_decode.")],
-    target: Annotated[str | None, typer.Option(help="Compute capability, such as sm_120; needs no GPU.")] = None,
-    device: Annotated[str | None, typer.Option(help="Card, such as rtx-pro-6000; needs no GPU.")] = None,
-    rows: Annotated[
-        str, typer.Option(help="Query rows of a call: 64, a list 1,16,64, or 'captured' for SGLang's graph sizes.")
-    ] = "64",
-    max_context: Annotated[str, typer.Option(help="Context length of the server, in tokens.")] = "1048576",
-    draft_tokens: Annotated[
-        int, typer.Option(min=0, help="Draft tokens of a request when verifying; --rows counts them.")
-    ] = 0,
+    kernel: Kernel = None,
+    like: Like = None,
+    gpu_memory: GpuMemory = None,
+    target: Target = None,
+    device: Card = None,
+    rows: Rows = None,
+    context: Context = None,
+    draft_tokens: Drafts = None,
     heads: Heads = None,
-    tp: Tp = None,
+    tp: OneTp = None,
     cache: Cache = None,
     lengths: Annotated[str | None, typer.Option(help="Live lengths to score over, such as 128,2048.")] = None,
     weights: Annotated[str | None, typer.Option(help="What each length counts, such as 1,2.")] = None,
     trials: Annotated[int, typer.Option(help="Candidates for a problem, those of earlier runs included.")] = 64,
-    budget: Annotated[str | None, typer.Option(help="Stop after this time, such as 90s, 10m or 1h.")] = None,
+    budget: Annotated[str | None, typer.Option(help="Stop after this time, such as 90s, 10m or 1h30m.")] = None,
     sampler: Annotated[Sampler, typer.Option(help="How candidates are proposed.")] = Sampler.tpe,
     seed: Annotated[int, typer.Option(help="Of the sampler and the inputs.")] = 0,
-    jobs: Annotated[int | None, typer.Option(min=1, help="Compiler processes [default: one a core]")] = None,
+    jobs: Jobs = None,
     gpus: Annotated[
         str | None, typer.Option(help="GPUs to measure on, a process each: all, or numbers such as 0,1. [default: 0]")
     ] = None,
@@ -85,6 +98,7 @@ def search_command(
         Where, typer.Option(help="Where processes run: this machine, or the Ray cluster of $RAY_ADDRESS.")
     ] = Where.local,
     db: Db = None,
+    quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
     """Search for the fastest capture-safe config of a kernel and keep it in the database.
@@ -95,45 +109,66 @@ def search_command(
     With several GPUs each candidate is timed in turn with the baseline on one of them, and only GPUs of one silicon
     take part. With --executor ray, those of a cluster do; its machines need the same dsv4tune, Triton and torch.
 
+    With --like it tunes what that server will capture: every kernel unless --kernel names one, and of the captured row
+    counts few that enclose the others, or all of them with --rows captured.
+
     The budget is that of all rows together. Lengths and widths count cached entries, one for 4 tokens of context.
 
     Exit status: 0 with a best config for every row count, 1 where one has none, 2 for bad input.
     """
     from dsv4tune.codegen import ops
-    from dsv4tune.tools import tune
+    from dsv4tune.tools import progress, tune
     from dsv4tune.tuned import store
 
     try:
-        ops.get(kernel)
+        if kernel is None and like is None:
+            raise ValueError("name a kernel with --kernel, or the server to tune for with --like")
+        kernels = list(ops.OPS) if kernel is None else [ops.get(kernel).name]
         if trials < 1:
             raise ValueError(f"--trials must be at least 1, not {trials}")
         site = _site(executor, gpus)
         card, on_gpu = tune.choose_device(device, target, site)
         if weights is not None and lengths is None:
             raise ValueError("--weights goes with --lengths: name both")
-        request = tune.Request(
-            kernel=kernel,
-            rows=read_rows(rows, draft_tokens),
-            max_context=read_count(max_context, "--max-context"),
-            draft_tokens=draft_tokens,
-            options=given_options(heads=heads, tp=tp, cache=cache),
-            device=card,
-            on_gpu=on_gpu,
-            trials=trials,
-            budget_s=None if budget is None else read_duration(budget),
-            seed=seed,
-            sampler=sampler.value,
-            jobs=jobs,
-            db=db or store.default_path(),
-            lengths=None if lengths is None else [read_count(n, "--lengths") for n in lengths.split(",")],
-            weights=None if weights is None else [read_weight(w) for w in weights.split(",")],
-            site=site,
-        )
-        results = tune.tune(request, say)
+        tokens, drafts, counts = read_count(context or "1M", "--context"), draft_tokens or 0, []
+        if like is None:
+            refuse_memory(gpu_memory)
+            counts = read_rows(rows or "64", drafts)
+            wanted = [(name, given_options(heads=heads, tp=tp, cache=cache)) for name in kernels]
+        else:
+            said = {"context": context, "tp": tp, "draft_tokens": draft_tokens, "heads": heads, "cache": cache}
+            start = read_like(
+                lambda: card, like, read_memory(gpu_memory), (lambda line: None) if quiet else say, **said
+            )
+            tokens, drafts, wanted = start.context, start.draft_tokens, start.problems(kernels)
+            counts = list(start.rows) if rows == "captured" else read_rows(rows) if rows else start.rows_to_search(card)
+        requests = [
+            tune.Request(
+                kernel=name,
+                rows=counts,
+                max_context=tokens,
+                draft_tokens=drafts,
+                options=options,
+                device=card,
+                on_gpu=on_gpu,
+                trials=trials,
+                budget_s=None if budget is None else read_duration(budget, "--budget"),
+                seed=seed,
+                sampler=sampler.value,
+                jobs=jobs,
+                db=db or store.default_path(),
+                lengths=None if lengths is None else [read_count(n, "--lengths") for n in lengths.split(",")],
+                weights=None if weights is None else [read_weight(w) for w in weights.split(",")],
+                site=site,
+            )
+            for name, options in wanted
+        ]
+        with progress.watching(quiet, say) as watch:
+            results = tune.tune_all(requests, watch)
     except (ValueError, store.StoreError, OSError) as error:
         fail(error)
     if as_json:
-        typer.echo(json.dumps(results[0] if len(request.rows) == 1 else {"results": results}))
+        typer.echo(json.dumps(results[0] if len(counts) * len(requests) == 1 else {"results": results}))
     else:
         for result in results:
             typer.echo(summary(result))
@@ -142,7 +177,7 @@ def search_command(
 
 
 def bench_command(
-    kernel: Annotated[str, typer.Option(help="What to time: indexer or mla_decode.")],
+    kernel: OneKernel,
     peers: Annotated[str, typer.Option(help="Other people's kernels beside it: all, none or names.")] = "all",
     shapes: Annotated[
         str,
@@ -159,6 +194,8 @@ def bench_command(
     """Time the tuned entries, the defaults and every installed peer on the same tensors, on the GPU here.
 
     Entries come from --db where it is given, else from the shipped ones.
+
+    Exit status: 0 all timed, 1 where a shape gave no times, 2 without a GPU or for bad input.
     """
     from dsv4tune.codegen import devices, ops
     from dsv4tune.tools import bench
@@ -184,14 +221,19 @@ def bench_command(
         for name, over in bench.ratios(result).items():
             worst = f"worst {over['worst']:.3f} of {over['shapes']} shapes"
             typer.echo(f"tuned over {name}: {over['geometric_mean']:.3f} ({worst})")
+    if len(result["rows"]) < len(chosen):
+        raise typer.Exit(1)
 
 
 def emulate_command(
-    target: Annotated[str, typer.Option(help="Compute capability whose code is run, such as sm_120.")],
-    kernel: Annotated[str, typer.Option(help="Kernel to check: indexer or mla_decode.")] = "indexer",
-    rows: Annotated[str, typer.Option(help="Query rows of the default configs: 64, or a list.")] = "1,16,64",
+    target: Annotated[
+        str,
+        typer.Option(autocompletion=targets, help="Compute capability whose code is run, such as sm_120."),
+    ],
+    kernel: OneKernel = "indexer",
+    rows: Rows = "1,16,64",
     heads: Heads = None,
-    tp: Tp = None,
+    tp: OneTp = None,
     cache: Cache = None,
     db: Annotated[Path | None, typer.Option("--db", help="Check this database's best configs too.")] = None,
     keep: Annotated[
@@ -212,7 +254,7 @@ def emulate_command(
     try:
         device = devices.named(target=target)
         wanted = emulate.candidates(
-            ops.get(kernel), device, read_rows(rows), db, given_options(heads=heads, tp=tp, cache=cache)
+            ops.get(kernel), device, read_rows(rows or "1,16,64"), db, given_options(heads=heads, tp=tp, cache=cache)
         )
         card = emulate.hopper_here()
         say(f"running {device.silicon.target} code on {card.name} ({card.silicon.target})")

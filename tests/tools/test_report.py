@@ -1,0 +1,210 @@
+"""The report: what it says of a database, what it refuses, and how it looks in a real browser."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes import make_trial
+from pages import write_bench, write_searches
+from typer.testing import CliRunner
+
+from dsv4tune.tools import coverage, like
+from dsv4tune.tools.cli import app
+from dsv4tune.tools.report import budget, collect, knobs, page
+from dsv4tune.tuned.store import Store
+
+
+def report(*arguments: object, code: int = 0) -> Any:
+    result = CliRunner().invoke(app, ["report", *(str(a) for a in arguments)])
+    assert result.exit_code == code, result.output
+    return result
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A report of measured searches for two row counts and a bench."""
+    folder = tmp_path_factory.mktemp("report")
+    write_searches(folder / "tuned.db")
+    write_bench(folder / "bench.json")
+    out = folder / "report.html"
+    report("--db", folder / "tuned.db", "--bench", folder / "bench.json", "-o", out)
+    return out
+
+
+def text_of(file: Path) -> str:
+    """The page's words, without its scripts and tags."""
+    page = re.sub(r"<(script|style)\b.*?</\1>", " ", file.read_text(encoding="utf-8"), flags=re.S)
+    return " ".join(re.sub(r"<[^>]+>", " ", page).split())
+
+
+def test_it_tells_what_was_tuned_and_what_is_missing(made: Path) -> None:
+    text = text_of(made)
+    assert "indexer on rtx-pro-6000" in text and "The server's own kernel here is tilelang" in text
+    assert "60 trials: 59 ok, 1 failed." in text
+    # 1 and 64 rows have the same best config, which so serves what lies between; the rest has none.
+    assert "indexer: 12 of 52 covered" in text
+    assert "dsv4tune search --kernel indexer --rows 72,144,288,512 --context 1M" in text
+    assert "64 rows , 262,208 columns measured" in text and "schedule=persistent" in text
+    # 21 layers of 1 row at 512 tokens: 3.0032 µs and nearly nothing on top after, times 1.2 before.
+    assert "512 75.7 63.1 12.6 1.20" in text
+    assert "torch" in text, "the bench's other kernels"
+    assert "shipped with dsv4tune" in text, "what is known of other cards"
+
+
+def test_it_loads_nothing(made: Path) -> None:
+    page = made.read_text(encoding="utf-8")
+    tags = re.sub(r"(<script>).*?(</script>)", r"\1\2", page, flags=re.S)
+    assert not re.search(r"<(script|img|link|iframe)[^>]*(src|href)=\"(?!data:)", tags)
+    assert "default-src 'none'" in tags
+
+
+def test_an_empty_database_still_shows_what_is_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DSV4TUNE_DB", str(tmp_path / "none.db"))
+    result = report("-o", tmp_path / "report.html")
+    assert "no database at" in result.stderr and result.stdout.startswith("wrote ")
+    assert "indexer on NVIDIA H200" in text_of(tmp_path / "report.html")
+
+
+def test_a_problem_without_a_usable_trial(tmp_path: Path) -> None:
+    store = Store(tmp_path / "tuned.db")
+    store.add(make_trial(status="wrong", score=None, error=0.5))
+    store.close()
+    report("--db", tmp_path / "tuned.db", "-o", tmp_path / "report.html")
+    assert "nothing usable in 1 trials" in text_of(tmp_path / "report.html")
+
+
+def test_predictions_are_called_so(tmp_path: Path) -> None:
+    store = Store(tmp_path / "tuned.db")
+    store.add(make_trial())
+    store.close()
+    report("--db", tmp_path / "tuned.db", "-o", tmp_path / "report.html")
+    text = text_of(tmp_path / "report.html")
+    assert "predicted 1.500 of byte floor" in text and "predicted only: the server's own kernel stays" in text
+    assert "indexer: 0 of 52 covered" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--db", "/nowhere/tuned.db"], "no database at /nowhere/tuned.db: run a search first"),
+        (["--bench", "/nowhere/bench.json"], "No such file"),
+        (["--bench", __file__], "is no file of `dsv4tune bench -o`"),
+        (["--layers", "c4"], "--layers takes numbers of layers such as c4=21,c128=20,none=2, not 'c4'"),
+        (["--kernel", "indexr"], "did you mean 'indexer'"),
+        (["--context", "long"], "--context takes whole numbers"),
+        (["-o", "/nowhere/report.html"], "can't write /nowhere/report.html"),
+    ],
+)
+def test_bad_input_is_one_line(tmp_path: Path, arguments: list[str], says: str) -> None:
+    result = report("-o", tmp_path / "report.html", *arguments, code=2)
+    assert says in result.stderr.splitlines()[-1] and result.stdout == ""
+
+
+def test_without_plotly_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import sys
+
+    for name in [name for name in sys.modules if name.startswith(("plotly", "dsv4tune.tools.report"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    result = report("-o", tmp_path / "report.html", code=2)
+    assert "pip install plotly" in result.stderr
+
+
+# -- parts ------------------------------------------------------------------------------------------------------
+
+
+def test_times_between_two_lengths_are_between_the_times() -> None:
+    times = {100: 1.0, 10_000: 100.0}
+    assert budget.between(times, 1) == 1.0 and budget.between(times, 10**6) == 100.0
+    assert math.isclose(budget.between(times, 1000), 10.0)
+
+
+def test_a_step_counts_each_kernel_once_and_only_this_servers_heads(tmp_path: Path) -> None:
+    from serving import write_entry
+
+    write_searches(tmp_path / "tuned.db", rows=(3,), trials=3)
+    write_entry(tmp_path / "tuned.db", "mla_decode")
+    found = collect.sections(tmp_path / "tuned.db", [], None, print)
+    mine = [step for step in budget.steps(found, budget.FLASH, heads=8) if step.device == "rtx-pro-6000"]
+    assert [(part.name, part.layers) for part in mine[0].parts] == [("indexer", 21), ("mla_decode c4", 21)]
+    others = [step for step in budget.steps(found, budget.FLASH, heads=16) if step.device == "rtx-pro-6000"]
+    assert [part.name for part in others[0].parts] == ["indexer"]
+
+
+def test_the_knob_that_decides_is_the_most_important(tmp_path: Path) -> None:
+    write_searches(tmp_path / "tuned.db", rows=(64,), trials=80)
+    one = collect.sections(tmp_path / "tuned.db", [], "indexer", print)[0].studied[0]
+    trials = knobs.comparable(one)
+    assert len(trials) == 79, "the failed one says nothing"
+    shares = knobs.importances(trials)
+    assert next(iter(shares)) == "schedule" and math.isclose(sum(shares.values()), 1.0)
+    assert knobs.importances(trials[:10]) == {}
+
+
+def test_gaps_are_filled_by_few_searches() -> None:
+    assert like.spread([72, 80, 100, 144, 200, 512]) == [72, 144, 512]
+    assert like.spread([7]) == [7]
+    assert (
+        coverage.written(1 << 20) == "1M" and coverage.written(131_072) == "128k" and coverage.written(1000) == "1000"
+    )
+
+
+def test_figures_have_three_digits() -> None:
+    shown = [page._us(v) for v in (None, 0.0056, 0.5, 3.456, 45.67, 12345.6)]
+    assert shown == ["\N{EN DASH}", "0.006", "0.50", "3.46", "45.7", "12,346"]
+    assert page._tokens(1_048_832) == "1M" and page._tokens(131_072) == "128k" and page._tokens(1000) == "1,000"
+
+
+# -- in a browser -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def drawn(made: Path) -> Iterator[Any]:
+    if importlib.util.find_spec("playwright") is None:
+        pytest.skip("needs Playwright")
+    import browser
+
+    if browser.chromium() is None:
+        pytest.skip("needs Chromium: apt-get install chromium")
+    with browser.launched() as chromium:
+        yield lambda **options: browser.visit(chromium, made, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_browser_shows_it_without_complaint(drawn: Any, width: int, dark: bool) -> None:
+    with drawn(width=width, dark=dark) as visit:
+        assert visit.complaints == []
+        assert visit.overflow() <= 0, "the page is as wide as its window; only tables scroll"
+        charts = visit.page.locator("div.chart")
+        assert charts.count() >= 12
+        boxes = charts.evaluate_all(
+            "all => all.map(e => e.querySelector('svg.main-svg').getBoundingClientRect().toJSON())"
+        )
+        for box in boxes:
+            assert box["width"] > 200 or (width > 390 and box["width"] > 150)
+            assert box["x"] >= 0 and box["x"] + box["width"] <= width
+        text = visit.page.locator(".gtitle, .ytitle, .xtitle").first
+        wanted = "rgb(230, 237, 243)" if dark else "rgb(27, 31, 36)"
+        assert text.evaluate("e => getComputedStyle(e).fill") == wanted
+        body = visit.page.locator("body").evaluate("e => parseFloat(getComputedStyle(e).fontSize)")
+        assert body >= 15
+
+
+@pytest.mark.slow
+def test_it_follows_a_reader_who_turns_dark(drawn: Any) -> None:
+    from playwright.sync_api import expect
+
+    with drawn(width=1280) as visit:
+        visit.page.emulate_media(color_scheme="dark")
+        expect(visit.page.locator(".ytitle").first).to_have_css("fill", "rgb(230, 237, 243)")
+        assert visit.complaints == []

@@ -1,0 +1,110 @@
+"""Which of the calls that a server captures have an entry, by the rules that the server itself goes by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dsv4tune.codegen.devices import KB, Device
+from dsv4tune.codegen.problem import Problem, Silicon
+from dsv4tune.runtime.wanted import Server
+from dsv4tune.tools import explain
+from dsv4tune.tools.like import spread
+from dsv4tune.tuned.records import DeviceRecord
+from dsv4tune.tuned.selector import Decision, Policy
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One captured row count: ``exact``, ``between`` two row counts, ``predicted`` only, or ``none``; and why."""
+
+    rows: int
+    state: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Strip:
+    """The captured sizes of one kernel and cache, and the command that fills the gaps."""
+
+    name: str
+    cells: tuple[Cell, ...]
+    command: str
+
+    def count(self, *states: str) -> int:
+        return sum(cell.state in states for cell in self.cells)
+
+
+def strips(
+    device: DeviceRecord, kernel: str, server: Server, context: int, database: Path | None, say: Say
+) -> list[Strip]:
+    """One strip for each kind of call of this kernel that such a server makes; what none of its calls fits has none."""
+    found = decisions(device, kernel, server, "measured", database, say)
+    # The same lines were told by the first look.
+    lenient = decisions(device, kernel, server, "predicted", database, lambda line: None)
+    predicted = {d.problem.key: d for d in lenient}
+    grouped: dict[str, list[Cell]] = {}
+    problems: dict[str, Problem] = {}
+    for decision in found:
+        name = _name(decision.problem)
+        problems.setdefault(name, decision.problem)
+        grouped.setdefault(name, []).append(_cell(decision, predicted[decision.problem.key]))
+    return [
+        Strip(name, tuple(cells), command(problems[name], context, [c.rows for c in cells if _open(c)]))
+        for name, cells in grouped.items()
+    ]
+
+
+def decisions(
+    device: DeviceRecord, kernel: str, server: Server, policy: Policy, database: Path | None, say: Say
+) -> list[Decision]:
+    silicon = Silicon(device.capability, device.sm_count, device.shared_bytes)
+    card = Device(device.name, silicon, device.shared_bytes + KB, device.l2_bytes, 1.0, "its record")
+    request = explain.Request(server, [kernel], card, policy, database)
+    return [decision for _, decision in explain.decide(request, say)]
+
+
+def _open(cell: Cell) -> bool:
+    return cell.state in ("none", "predicted")
+
+
+def _cell(decision: Decision, lenient: Decision) -> Cell:
+    rows = decision.problem.rows
+    if decision.entry is not None:
+        state = "exact" if decision.why.startswith("exact") else "between"
+        return Cell(rows, state, f"{decision.why}; {decision.origin}")
+    if lenient.entry is not None:
+        return Cell(rows, "predicted", decision.why)
+    return Cell(rows, "none", decision.why)
+
+
+def _name(problem: Problem) -> str:
+    if problem.op != "mla_decode":
+        return problem.op
+    caches = {0: "layers without a compressed cache", 64: "c4 layers", 2: "c128 layers"}
+    size = getattr(problem, "extra_page_size", 0)
+    return f"mla_decode, {getattr(problem, 'heads', 0)} heads, {caches.get(size, f'pages of {size}')}"
+
+
+def command(problem: Problem, context: int, rows: Sequence[int]) -> str:
+    """The search that would fill these gaps: the fewest row counts whose neighbours enclose the others."""
+    if not rows:
+        return ""
+    parts = [f"dsv4tune search --kernel {problem.op} --rows {','.join(str(n) for n in spread(rows))}"]
+    parts.append(f"--context {written(context)}")
+    if problem.op == "mla_decode":
+        size, width = getattr(problem, "extra_page_size", 0), getattr(problem, "extra_width", 0)
+        cache = {0: "none", 2: "c128"}.get(size, "c4" if width == 512 else "c4-pro")
+        parts.append(f"--heads {getattr(problem, 'heads', 0)} --cache {cache}")
+    return " ".join(parts)
+
+
+def written(tokens: int) -> str:
+    """A context as the command line takes it: 1M, 128k, 1000."""
+    for unit, size in (("M", 1 << 20), ("k", 1 << 10)):
+        if tokens % size == 0:
+            return f"{tokens // size}{unit}"
+    return str(tokens)

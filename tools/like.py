@@ -1,0 +1,290 @@
+"""Reading an SGLang start command: the facts that a server's call shapes follow from.
+
+Where SGLang is installed its own argument parser reads the command; elsewhere the few options below are read, as SGLang
+0.5.23 spells them. What SGLang then derives from them (its defaults by GPU memory, the sizes that it captures) is
+derived here, because doing it with SGLang's own code takes the model and a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from dsv4tune.codegen.devices import Device
+from dsv4tune.runtime.wanted import MODEL_HEADS, Server, extras, table_pages
+
+#: SGLang's default of requests at a time for DeepSeek-V4.
+RUNNING = 256
+#: Below so many GiB: tokens of a prefill chunk, and the largest captured batch with fewer than 4 ranks and with more.
+_BY_MEMORY = (
+    (20, 2048, 8, 8),
+    (35, 4096, 48, 160),
+    (60, 4096, 32, 160),
+    (160, 8192, 256, 512),
+    (float("inf"), 16384, 512, 512),
+)
+#: Tokens of a request in a verify step where the command names an algorithm and no number.
+DRAFT_TOKENS = 4
+
+#: What is read where SGLang is not installed: its field, the spellings, and the type.
+OPTIONS: tuple[tuple[str, tuple[str, ...], type], ...] = (
+    ("model_path", ("--model-path", "--model"), str),
+    ("tp_size", ("--tp-size", "--tp", "--tensor-parallel-size"), int),
+    ("dp_size", ("--dp-size", "--dp", "--data-parallel-size"), int),
+    ("attn_dp_size", ("--attn-dp-size", "--attention-data-parallel-size"), int),
+    ("attn_cp_size", ("--attn-cp-size", "--attention-context-parallel-size"), int),
+    ("enable_dp_attention", ("--enable-dp-attention",), bool),
+    ("context_length", ("--context-length",), int),
+    ("max_running_requests", ("--max-running-requests",), int),
+    ("chunked_prefill_size", ("--chunked-prefill-size",), int),
+    ("speculative_algorithm", ("--speculative-algorithm",), str),
+    ("speculative_num_steps", ("--speculative-num-steps",), int),
+    ("speculative_num_draft_tokens", ("--speculative-num-draft-tokens",), int),
+    ("speculative_dspark_block_size", ("--speculative-dspark-block-size",), int),
+    ("cuda_graph_max_bs_decode", ("--cuda-graph-max-bs-decode", "--cuda-graph-max-bs"), int),
+    ("cuda_graph_bs_decode", ("--cuda-graph-bs-decode", "--cuda-graph-bs"), list),
+    ("cuda_graph_config", ("--cuda-graph-config",), str),
+    ("disable_cuda_graph_padding", ("--disable-cuda-graph-padding",), bool),
+)
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a start command says.
+
+    Attributes:
+        attention_ranks: ranks that share the query heads.
+        context: tokens.
+        draft_tokens: tokens of a request in a verify step; 0 without speculative decoding.
+        batches: requests of each captured graph.
+        chunk: rows of a prefill chunk.
+        topk: entries that the indexer selects.
+        ratios: compression ratios of the model's layers.
+        read_by: who read the command.
+    """
+
+    attention_ranks: int
+    context: int
+    draft_tokens: int
+    batches: tuple[int, ...]
+    chunk: int
+    topk: int
+    ratios: tuple[int, ...]
+    read_by: str
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Of the captured calls: a row for each request, and in a verify step one for each of its draft tokens."""
+        each = max(1, self.draft_tokens)
+        return tuple(sorted({size * factor for size in self.batches for factor in (1, each)}))
+
+    @property
+    def server(self) -> Server:
+        table = table_pages(self.context, self.draft_tokens)
+        heads = (MODEL_HEADS // self.attention_ranks,)
+        prompts = (self.chunk,) if self.chunk > 0 else ()
+        return Server(table, self.rows, prompts, heads, extras(table, self.topk, self.ratios))
+
+    def problems(self, kernels: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
+        """Kernel and options of each kind of call, as a search is told them."""
+        found: list[tuple[str, dict[str, Any]]] = []
+        for kernel in kernels:
+            if kernel == "indexer":
+                found.append((kernel, {}))
+                continue
+            names = {0: "none", 4: "c4" if self.topk == 512 else "c4-pro", 128: "c128"}
+            caches = [names[ratio] for ratio in self.ratios if ratio in names]
+            found += [(kernel, {"heads": MODEL_HEADS // self.attention_ranks, "cache": cache}) for cache in caches]
+        return found
+
+    def rows_to_search(self, card: Device) -> list[int]:
+        """Few of the captured row counts, which enclose the others; on sm_120 prompts take the same functions."""
+        prompts = [self.chunk] if self.chunk > 0 and card.silicon.arch // 10 == 12 else []
+        return [*spread(self.rows), *prompts]
+
+    def __str__(self) -> str:
+        drafts = f", {self.draft_tokens} draft tokens" if self.draft_tokens else ""
+        return (
+            f"{self.attention_ranks} ranks share the heads, context {self.context}{drafts}, "
+            f"{len(self.batches)} captured batches up to {max(self.batches)} (read by {self.read_by})"
+        )
+
+
+def read(command: str, card: Device, memory_gb: float | None = None) -> Start:
+    """The facts of a start command, for servers on this card.
+
+    Args:
+        memory_gb: of one GPU, in GiB; the card's by its table row unless given.
+
+    Raises:
+        ValueError: the text is no start command, or one that the kernels don't serve.
+    """
+    argv = arguments(command)
+    parsed = _by_sglang(argv) if importlib.util.find_spec("sglang") is not None else None
+    values, read_by = (parsed, "SGLang's own parser") if parsed is not None else (_by_hand(argv), "dsv4tune")
+    tp, memory = int(values.get("tp_size") or 1), memory_gb or card.memory_gb
+    if not memory:
+        raise ValueError(f"the memory of {card.name} is not known: name it in GB with --gpu-memory")
+    groups = int(values.get("attn_dp_size") or 1)
+    if values.get("enable_dp_attention") and groups == 1:
+        groups = int(values.get("dp_size") or 1)
+    split = groups * int(values.get("attn_cp_size") or 1)
+    if tp % split or MODEL_HEADS % (tp // split):
+        raise ValueError(f"--like: {tp} ranks in {split} attention groups don't share the model's {MODEL_HEADS} heads")
+    drafts = _draft_tokens(values)
+    config = _model_config(values.get("model_path"))
+    chunk = values.get("chunked_prefill_size")
+    if chunk is None:
+        chunk = next(tokens for below, tokens, *_ in _BY_MEMORY if memory < below)
+    return Start(
+        attention_ranks=tp // split,
+        context=int(values.get("context_length") or config.get("max_position_embeddings") or 1 << 20),
+        draft_tokens=drafts,
+        batches=tuple(_captured(values, tp, groups, tp // split, bool(drafts), memory)),
+        chunk=max(0, int(chunk)) // groups,
+        topk=int(config.get("index_topk") or 512),
+        ratios=tuple(dict.fromkeys(config.get("compress_ratios") or (0, 4, 128))),
+        read_by=read_by,
+    )
+
+
+def arguments(command: str) -> list[str]:
+    """A start command's options: what follows ``sglang.launch_server`` or ``sglang serve``.
+
+    Raises:
+        ValueError: it starts no server.
+    """
+    try:
+        words = [word for word in shlex.split(command) if word != "\\\n" and word.strip()]
+    except ValueError as error:
+        raise ValueError(f"--like takes a start command, and this one can't be read ({error})") from error
+    for at, word in enumerate(words):
+        if word == "sglang.launch_server" or word.endswith("launch_server.py"):
+            return words[at + 1 :]
+        if word == "serve" and at and words[at - 1].split("/")[-1] == "sglang":
+            return words[at + 1 :]
+    raise ValueError('--like takes a start command such as "python -m sglang.launch_server --model-path ... --tp 8"')
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"--like: {message}")
+
+
+def _by_sglang(argv: list[str]) -> dict[str, Any] | None:
+    """By SGLang's own parser, or None where it can't be imported here."""
+    try:
+        server_args = importlib.import_module("sglang.srt.server_args")
+        parser = _Parser(prog="sglang", add_help=False)
+        server_args.ServerArgs.add_cli_args(parser)
+        if "--config" in argv:
+            merger = importlib.import_module("sglang.srt.utils.server_args_config_parser")
+            argv = merger.ConfigArgumentMerger(parser).merge_config_with_args(argv)
+    except ImportError:
+        return None
+    values = vars(parser.parse_args(argv))
+    # Older versions have one option for both phases.
+    for name in ("cuda_graph_max_bs", "cuda_graph_bs"):
+        values.setdefault(f"{name}_decode", values.get(name))
+    return values
+
+
+def _by_hand(argv: list[str]) -> dict[str, Any]:
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    for name, spellings, kind in OPTIONS:
+        if kind is bool:
+            parser.add_argument(*spellings, dest=name, action="store_true")
+        elif kind is list:
+            parser.add_argument(*spellings, dest=name, type=int, nargs="+")
+        else:
+            parser.add_argument(*spellings, dest=name, type=kind)
+    known, _ = parser.parse_known_args(argv)
+    return vars(known)
+
+
+# -- what SGLang derives ----------------------------------------------------------------------------------------
+
+
+def _draft_tokens(values: Mapping[str, Any]) -> int:
+    if not values.get("speculative_algorithm"):
+        return 0
+    if values.get("speculative_num_draft_tokens"):
+        return int(values["speculative_num_draft_tokens"])
+    if values.get("speculative_dspark_block_size"):
+        return int(values["speculative_dspark_block_size"]) + 1
+    steps = values.get("speculative_num_steps")
+    return int(steps) + 1 if steps else DRAFT_TOKENS
+
+
+def _captured(
+    values: Mapping[str, Any], tp: int, groups: int, ranks: int, speculative: bool, memory: float
+) -> list[int]:
+    """Requests of the graphs, as SGLang 0.5.23 picks them."""
+    decode = _decode_config(values.get("cuda_graph_config"))
+    most = decode.get("max_bs") or values.get("cuda_graph_max_bs_decode")
+    sizes = decode.get("bs") or values.get("cuda_graph_bs_decode")
+    running = values.get("max_running_requests")
+    if most is None:
+        most = next(row[2 if tp < 4 else 3] for row in _BY_MEMORY if memory < row[0])
+        most = min(int(most), int(running)) if running else most
+    padding = not values.get("disable_cuda_graph_padding")
+    sizes = sorted(int(size) for size in sizes) if sizes else batches(int(most), speculative, padding)
+    # Attention groups pad their batches to a multiple of their ranks.
+    multiple = ranks if groups > 1 else 1
+    room = -(-max(1, int(running or RUNNING) // groups) // multiple) * multiple
+    if sizes[-1] > room:
+        sizes = [*sizes, room]
+    kept = sorted({size for size in sizes if size <= room and size % multiple == 0})
+    if not kept:
+        raise ValueError(f"--like: no captured batch fits {room} requests at a time in multiples of {multiple}")
+    return kept
+
+
+def batches(most: int, speculative: bool, padding: bool = True) -> list[int]:
+    """The batches that SGLang captures up to a largest one."""
+    if not padding:
+        return list(range(1, most + 1))
+    if speculative:
+        steps = (*range(1, 9), *range(10, 33, 2), *range(40, 65, 4), *range(72, 257, 8), *range(272, most + 1, 16))
+    else:
+        steps = (1, 2, 4, 8, 12, *range(16, 257, 8), *range(272, 512, 16), *range(512, most + 1, 32))
+    return sorted({*(size for size in steps if size <= most), most})
+
+
+def _decode_config(given: Any) -> dict[str, Any]:
+    """The decode phase of ``--cuda-graph-config``, a JSON text or what SGLang's parser made of it."""
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except ValueError as error:
+            raise ValueError(f"--like: --cuda-graph-config is no JSON ({error})") from error
+    if isinstance(given, Mapping):
+        phase = given.get("decode")
+        return dict(phase) if isinstance(phase, Mapping) else {}
+    phase = getattr(given, "decode", None)
+    return {name: getattr(phase, name, None) for name in ("max_bs", "bs")} if phase is not None else {}
+
+
+def _model_config(path: Any) -> dict[str, Any]:
+    """The model's ``config.json`` where it lies on this machine; DeepSeek-V4-Flash's facts are assumed elsewhere."""
+    try:
+        found = json.loads((Path(str(path)) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def spread(rows: Sequence[int]) -> list[int]:
+    """The first and last row count and about every doubling between: one config is used between two that share it."""
+    chosen = [min(rows)]
+    for count in sorted(rows):
+        if count >= 2 * chosen[-1]:
+            chosen.append(count)
+    return [*chosen, max(rows)] if chosen[-1] != max(rows) else chosen

@@ -1,0 +1,194 @@
+"""What a report shows, gathered from the database, the shipped entries and files of `dsv4tune bench`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from dsv4tune.codegen import devices, ops
+from dsv4tune.codegen.problem import Problem, Profile
+from dsv4tune.tuned.records import DeviceRecord, Entry, Range, Trial
+from dsv4tune.tuned.selector import shipped
+from dsv4tune.tuned.store import Filter, Store
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A file that ``bench -o`` wrote."""
+
+    path: Path
+    data: dict[str, Any]
+
+    @property
+    def kernel(self) -> str:
+        return str(self.data["kernel"])
+
+    @property
+    def device(self) -> str:
+        return str(self.data["environment"]["device"])
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        return list(self.data["rows"])
+
+    def decode(self, problem: Problem, width: int) -> list[dict[str, Any]]:
+        """The timed calls of this problem in which all rows are equally long, by length; see the ops' `describe`."""
+        found = [row for row in self.rows if _is_decode(row["shape"], problem, width)]
+        return sorted(found, key=lambda row: int(row["shape"]["live"]))
+
+
+def _is_decode(shape: dict[str, Any], problem: Problem, width: int) -> bool:
+    if shape["kind"] != "decode" or shape["rows"] != problem.rows or shape.get("cached"):
+        return False
+    if problem.op == "mla_decode":
+        fields = {"heads": "heads", "topk": "width", "extra": "extra_width"}
+        return all(shape.get(word) == getattr(problem, name) for word, name in fields.items())
+    return bool(shape.get("width") == width and shape.get("positions") == shape["rows"] * shape["live"])
+
+
+@dataclass(frozen=True)
+class Studied:
+    """One problem over one range, what was tried on it, and the entry to go by.
+
+    Attributes:
+        trials: in the order they ended; none for a shipped entry.
+        best: None where nothing usable was found.
+        origin: the file that `best` lies in.
+    """
+
+    problem: Problem
+    range: Range
+    device: DeviceRecord
+    trials: tuple[Trial, ...]
+    best: Entry | None
+    origin: str
+
+    @property
+    def title(self) -> str:
+        """Rows, and whether they are a prompt's."""
+        rows = f"{self.problem.rows:,} row{'s' if self.problem.rows != 1 else ''}"
+        return rows + (", prompt" if self.range.causal and self.problem.rows > 1 else "")
+
+    @property
+    def family(self) -> str:
+        """What this problem has in common with those of other row counts; "" where the kernel has one kind alone."""
+        if self.problem.op != "mla_decode":
+            return ""
+        page, width = getattr(self.problem, "extra_page_size", 0), getattr(self.problem, "extra_width", 0)
+        cache = {0: "no compressed cache", 64: f"c4, {width:,} columns", 2: f"c128, {width:,} columns"}
+        heads = getattr(self.problem, "heads", 0)
+        return f"{heads} heads, {cache.get(page, f'pages of {page}, {width:,} columns')}"
+
+    @cached_property
+    def floors_us(self) -> dict[int, float]:
+        """By live length: each byte once at the vendor's bandwidth; empty for a card that isn't known."""
+        bandwidth = devices.bandwidth(self.problem.silicon, self.device.name)
+        if bandwidth is None:
+            return {}
+        op, r = ops.get(self.problem.op), self.range
+        profile = Profile(r.width, tuple(r.lengths), tuple(r.weights), r.causal)
+        moved = {n: op.bytes_moved(self.problem, op.shape(self.problem, profile, n)) for n in r.lengths}
+        return {n: bytes_ / bandwidth * 1e6 for n, bytes_ in moved.items()}
+
+
+@dataclass(frozen=True)
+class Section:
+    """One kernel on one card."""
+
+    kernel: str
+    device: DeviceRecord
+    studied: tuple[Studied, ...]
+    benches: tuple[Bench, ...] = ()
+
+    @property
+    def target(self) -> str:
+        return "sm_" + self.device.capability.replace(".", "")
+
+    @property
+    def trials(self) -> int:
+        return sum(len(one.trials) for one in self.studied)
+
+
+@dataclass
+class _Found:
+    device: DeviceRecord
+    studied: list[Studied] = field(default_factory=list)
+
+
+def sections(path: Path | None, benches: Sequence[Bench], kernel: str | None, say: Say) -> list[Section]:
+    """Everything that is known, by kernel and card; those with trials of the user's own go first.
+
+    Args:
+        path: the database, None for none.
+
+    Raises:
+        StoreError: the database can't be read.
+        ValueError: an unknown kernel, or a trial that this version can't read.
+    """
+    if kernel is not None:
+        ops.get(kernel)
+    grouped: dict[tuple[str, str, str], _Found] = {}
+
+    def add(one: Studied) -> None:
+        key = (one.problem.op, one.device.capability, one.device.name)
+        grouped.setdefault(key, _Found(one.device)).studied.append(one)
+
+    known = set()
+    if path is not None:
+        for one in _stored(path, kernel):
+            known.add((one.problem.key, one.best.provenance if one.best is not None else ""))
+            add(one)
+    for entry in shipped():
+        if (kernel is None or entry.problem["op"] == kernel) and (entry.problem_key, "measured") not in known:
+            problem = ops.problem_from_json(entry.problem)
+            add(Studied(problem, entry.range, entry.device, (), entry, "shipped with dsv4tune"))
+    found = []
+    for (op, _, name), group in grouped.items():
+        studied = sorted(group.studied, key=lambda one: (one.range.causal, one.problem.rows, one.problem.key))
+        mine = [bench for bench in benches if bench.kernel == op and bench.device == name]
+        found.append(Section(op, group.device, tuple(studied), tuple(mine)))
+    for bench in benches:
+        if not any(bench in section.benches for section in found):
+            say(f"{bench.path} is of {bench.kernel} on {bench.device}, of which nothing else is known: left out")
+    return sorted(found, key=lambda section: (-section.trials, section.kernel, section.device.name))
+
+
+def _stored(path: Path, kernel: str | None) -> Iterator[Studied]:
+    store = Store(path, create=False)
+    try:
+        for key in store.problems(Filter(op=kernel)):
+            by_range: dict[str, list[Trial]] = {}
+            for trial in store.trials(key):
+                by_range.setdefault(trial.range.model_dump_json(), []).append(trial)
+            for trials in by_range.values():
+                first = trials[0]
+                best = store.best(key, first.range)
+                entry = Entry.of(best) if best is not None else None
+                problem = ops.problem_from_json(first.problem)
+                yield Studied(problem, first.range, (best or first).device, tuple(trials), entry, str(path))
+    finally:
+        store.close()
+
+
+def read_bench(path: Path) -> Bench:
+    """A bench's file.
+
+    Raises:
+        ValueError: it is none.
+        OSError: it can't be read.
+    """
+    try:
+        bench = Bench(path, json.loads(path.read_text(encoding="utf-8")))
+        complete = all({"shape", "us", "floor_us"} <= row.keys() for row in bench.rows)
+        if not (bench.kernel in ops.OPS and bench.device and complete):
+            raise ValueError("its rows lack a shape or times")
+        return bench
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{path} is no file of `dsv4tune bench -o` ({what}): name another with --bench") from error

@@ -1,0 +1,249 @@
+"""One self-contained HTML page: it loads nothing, so it may be mailed and opened offline."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from importlib import metadata, resources
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from plotly.offline import get_plotlyjs
+
+from dsv4tune import __version__
+from dsv4tune.codegen.space import Config
+from dsv4tune.runtime.wanted import Server
+from dsv4tune.tools import coverage, peers
+from dsv4tune.tools.report import budget, collect, knobs, plots
+from dsv4tune.tools.report.budget import Step
+from dsv4tune.tools.report.collect import Bench, Say, Section, Studied
+from dsv4tune.tools.report.plots import Chart
+from dsv4tune.tuned.store import StoreError
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asked for.
+
+    Attributes:
+        database: None for the one that a server would read, which need not be there.
+        server: whose captured sizes are looked at.
+        context: tokens, of that server.
+        heads: real query heads of one of its ranks.
+        layers: of the model, by compressed cache.
+        command: the start command that `server` was read from, or "".
+    """
+
+    database: Path | None
+    benches: Sequence[Path]
+    kernel: str | None
+    server: Server
+    context: int
+    heads: int
+    layers: dict[str, int]
+    command: str = ""
+
+
+def render(request: Request, say: Say) -> str:
+    """The page's text.
+
+    Raises:
+        ValueError: nothing is known of what was asked for, or a file is not what it should be.
+        StoreError: the database can't be read.
+        OSError: a file can't be read.
+    """
+    from dsv4tune.tuned.reader import default_path
+
+    database = request.database or default_path()
+    if not database.exists():
+        if request.database is not None:
+            raise StoreError(f"no database at {database}: run a search first, or name another with --db")
+        say(f"no database at {database} yet: showing what is shipped; run a search first to see your own")
+        database_read = None
+    else:
+        database_read = database
+    benches = [collect.read_bench(path) for path in request.benches]
+    found = collect.sections(database_read, benches, request.kernel, say)
+    if not found:
+        raise ValueError("nothing to report: run a search first, or name another database with --db")
+    views = [_view(section, request, database_read, say) for section in found]
+    loader = jinja2.PackageLoader("dsv4tune.tools.report", ".")
+    environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
+    environment.filters |= {"us": _us, "ratio": _ratio, "tokens": _tokens, "signed": _signed}
+    numbers = itertools.count()
+    environment.globals["next_id"] = lambda: f"figure-{next(numbers)}"
+    folder = resources.files("dsv4tune.tools.report")
+    return environment.get_template("page.html.j2").render(
+        version=__version__,
+        triton=metadata.version("triton"),
+        made=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        database=str(database_read) if database_read is not None else "none",
+        request=request,
+        sections=views,
+        totals=_totals(views),
+        steps=[_step(one) for one in budget.steps(found, request.layers, request.heads)],
+        style=folder.joinpath("page.css").read_text(encoding="utf-8"),
+        script=folder.joinpath("page.js").read_text(encoding="utf-8"),
+        plotly=get_plotlyjs(),
+    )
+
+
+# -- what the template is told ----------------------------------------------------------------------------------
+
+
+def _totals(views: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    entries = [one.best for view in views for one in view["section"].studied if one.best is not None]
+    speeds = [
+        before / us
+        for entry in entries
+        if entry.baseline is not None
+        for length, us in entry.times_us.items()
+        if (before := entry.baseline.times_us.get(length)) is not None
+    ]
+    strips = [strip for view in views for strip in view["strips"]]
+    return {
+        "entries": len(entries),
+        "measured": sum(entry.provenance == "measured" for entry in entries),
+        "best": max(speeds, default=None),
+        "covered": sum(strip.count("exact", "between") for strip in strips),
+        "captured": sum(len(strip.cells) for strip in strips),
+    }
+
+
+def _view(section: Section, request: Request, database: Path | None, say: Say) -> dict[str, Any]:
+    server = peers.baseline(section.kernel, section.studied[0].problem.silicon)
+    name = server.name if server is not None else None
+    grouped: dict[str, list[Studied]] = {}
+    for one in section.studied:
+        grouped.setdefault(one.family, []).append(one)
+    # This server's heads first, then more of them.
+    mine = f"{request.heads} heads"
+    families = sorted(grouped, key=lambda family: (not family.startswith(mine), len(family), family))
+    return {
+        "id": f"{section.kernel}-{section.device.name}".lower().replace(" ", "-").replace("_", "-"),
+        "section": section,
+        "server": name,
+        "families": [_family(family, grouped[family], section, name) for family in families],
+        "opened": mine if mine in " ".join(families) else families[0],
+        "strips": coverage.strips(section.device, section.kernel, request.server, request.context, database, say),
+        "benches": [_bench(bench, name) for bench in section.benches],
+    }
+
+
+def _family(name: str, studied: Sequence[Studied], section: Section, server: str | None) -> dict[str, Any]:
+    benched = [_benched(one, section.benches) for one in studied]
+    problems = [_problem(o, rows) for o, rows in zip(studied, benched, strict=True)]
+    charts = [plots.time_by_length(o, rows, server) for o, rows in zip(studied, benched, strict=True)]
+    gains = [1.0 / one.best.score for one in studied if one.best is not None and one.best.baseline is not None]
+    return {
+        "name": name,
+        "problems": problems,
+        "gain": (min(gains), max(gains)) if gains else None,
+        "others": list(dict.fromkeys(name for problem in problems for name in problem["others"])),
+        "times": [chart for chart in charts if chart is not None],
+        "histories": [chart for one in studied if (chart := plots.history(one)) is not None],
+        "knobs": [view for one in studied if (view := _knobs(one)) is not None],
+    }
+
+
+def _benched(one: Studied, benches: Sequence[Bench]) -> list[dict[str, Any]]:
+    """Of the last named bench that timed this problem."""
+    found = [rows for bench in benches if (rows := bench.decode(one.problem, one.range.width))]
+    return found[-1] if found else []
+
+
+def _problem(one: Studied, bench: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Rows of the table: a live length each, with every time that is known of it."""
+    entry = one.best
+    shown: dict[str, Any] = {"one": one, "config": "", "lines": [], "others": []}
+    if entry is None:
+        return shown
+    timed = {row["shape"]["live"]: row["us"] for row in bench}
+    skip = {"tuned", "default", entry.baseline.name if entry.baseline is not None else ""}
+    others = [name for name in dict.fromkeys(n for us in timed.values() for n in us) if name not in skip]
+    lines = []
+    for length, us in sorted(entry.times_us.items()):
+        before = entry.baseline.times_us.get(length) if entry.baseline is not None else None
+        floor = one.floors_us.get(length)
+        beside = timed.get(length, {})
+        lines.append(
+            {
+                "length": length,
+                "us": us,
+                "before": before,
+                "speed": before / us if before is not None else None,
+                "floor": floor,
+                "of_floor": floor / us if floor is not None else None,
+                "others": {name: beside.get(name) for name in others},
+            }
+        )
+    return shown | {"config": Config(entry.config).brief, "lines": lines, "others": others}
+
+
+def _knobs(one: Studied) -> dict[str, Any] | None:
+    trials = knobs.comparable(one)
+    shares = knobs.importances(trials)
+    if not shares:
+        return None
+    top = [name for name, share in list(shares.items())[: knobs.SLICES] if share > 0.01]
+    return {
+        "title": one.title,
+        "trials": len(trials),
+        "importances": plots.importances(one.title, {name: s for name, s in shares.items() if s >= 0.005}),
+        "slices": [plots.slices(one, name, trials, knobs.values_of(name, trials)) for name in top],
+    }
+
+
+def _bench(bench: Bench, server: str | None) -> dict[str, Any]:
+    names = list(dict.fromkeys(name for row in bench.rows for name in row["us"]))
+    lines = []
+    for row in bench.rows:
+        us = row["us"]
+        beside = us.get(server) if server is not None else None
+        speed = beside / us["tuned"] if beside is not None and "tuned" in us else None
+        fastest = min(us, key=us.get)
+        lines.append({"row": row, "us": [us.get(name) for name in names], "speed": speed, "fastest": fastest})
+    return {"bench": bench, "names": names, "lines": lines}
+
+
+def _step(step: Step) -> dict[str, Any]:
+    chart: Chart | None = None
+    if step.compared:
+        before = {part.name: part.before for part in step.parts if part.before is not None}
+        after = {part.name: part.after for part in step.parts}
+        chart = plots.step([_tokens(n) for n in step.contexts], before, after)
+    return {"step": step, "chart": chart}
+
+
+# -- figures ----------------------------------------------------------------------------------------------------
+
+
+def _us(value: float | None) -> str:
+    """Three significant digits, as many as a timing is good for."""
+    if value is None:
+        return "\N{EN DASH}"
+    if value >= 100:
+        return f"{value:,.0f}"
+    if value >= 0.01:
+        return f"{value:.{1 if value >= 10 else 2}f}"
+    return f"{value:.3f}"
+
+
+def _signed(value: float) -> str:
+    return ("\N{MINUS SIGN}" if value < 0 else "") + _us(abs(value))
+
+
+def _ratio(value: float | None) -> str:
+    return "\N{EN DASH}" if value is None else f"{value:.2f}\N{MULTIPLICATION SIGN}"
+
+
+def _tokens(value: int) -> str:
+    """A context as its users say it: 1M, 128k, 512; what is not whole in full."""
+    for unit, size in (("M", 1 << 20), ("k", 1 << 10)):
+        # A context of 1M has a table a little wider.
+        if value >= size and abs(value / size - round(value / size)) < 0.001:
+            return f"{round(value / size)}{unit}"
+    return f"{value:,}"
