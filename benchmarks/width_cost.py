@@ -20,7 +20,7 @@ from dsv4tune.codegen.problem import Profile
 from dsv4tune.codegen.space import Config
 from dsv4tune.runtime.launch import Variant
 from dsv4tune.tools.measure import Session, Setup
-from dsv4tune.tuned.store import Store
+from dsv4tune.tuned.store import Filter, Store
 
 LENGTHS = (128, 2048)
 WIDTHS = (262_208, 2048)
@@ -35,7 +35,7 @@ def main(path: Path) -> None:
     device = devices.here()
     assert device is not None, "needs a GPU"
     store = Store(path, create=False)
-    for key in store.problems("indexer"):
+    for key in store.problems(Filter("indexer")):
         best = store.best(key)
         if best is None or best.provenance != "measured":
             continue

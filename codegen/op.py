@@ -158,6 +158,10 @@ class Op(ABC, Generic[P, C]):
     def reference_config(self, problem: P, device: Device) -> Config:
         """The design that the project starts from: the second candidate of a search, and a column of a bench."""
 
+    def template(self, config: Config) -> str:
+        """The template's file that renders a config."""
+        return f"{self.name}.{config['dialect']}.py.j2"
+
     @abstractmethod
     def template_values(self, problem: P, config: Config) -> dict[str, Any]:
         """What the template needs besides the problem and the config."""

@@ -6,7 +6,10 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @dataclass(frozen=True, order=True)
@@ -58,9 +61,32 @@ class Problem:
     def to_json(self) -> dict[str, Any]:
         return {"op": self.op, **self._shape(), "silicon": dataclasses.asdict(self.silicon)}
 
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """The problem that `to_json` wrote.
+
+        Raises:
+            ValueError: a field is unknown, missing or of another type, or the kernel does not serve it.
+        """
+        values = {name: value for name, value in data.items() if name != "op"}
+        return cls(**{**_typed(cls, values), "silicon": Silicon(**_typed(Silicon, values.get("silicon")))})
+
     def _shape(self) -> dict[str, Any]:
         names = sorted(f.name for f in dataclasses.fields(self) if f.name != "silicon")
         return {name: getattr(self, name) for name in names}
+
+
+def _typed(kind: type[Any], values: object) -> dict[str, Any]:
+    """The fields of a dataclass, each of its declared type: 1.5 and true are no row counts."""
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{kind.__name__} is {values!r}, not an object")
+    types = {f.name: f.type for f in dataclasses.fields(kind)}
+    if set(values) != set(types):
+        raise ValueError(f"{kind.__name__} has {', '.join(sorted(types))}, not {', '.join(sorted(map(str, values)))}")
+    for name, value in values.items():
+        if name != "silicon" and type(value).__name__ != types[name]:
+            raise ValueError(f"{name} is {value!r}, not of type {types[name]}")
+    return dict(values)
 
 
 @dataclass(frozen=True)

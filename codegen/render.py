@@ -103,7 +103,7 @@ def environment() -> jinja2.Environment:
 
 def render(op: Op[Any, Any], problem: Problem, config: Config) -> Source:
     """Knobs that only change the launch plan leave the text, and so the binary, as it is."""
-    template = environment().get_template(f"{op.name}.{config['dialect']}.py.j2")
+    template = environment().get_template(op.template(config))
     structure = {name: config[name] for name in op.words if name not in op.plan_words}
     text = template.render(problem=problem, config=config, structure=structure, **op.template_values(problem, config))
     sha = hashlib.sha256(text.encode()).hexdigest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -133,9 +134,8 @@ def prepare(
 
 def choose(wanted: Sequence[Wanted], rules: Rules, database: Path | None, tell: Tell) -> list[tuple[Wanted, Decision]]:
     """The entry of each shape, from the files alone."""
-    served = list(dict.fromkeys(w.problem.op for w in wanted))
-    book = Book.read(wanted[0].problem.silicon, served, database, tell)
-    return [(w, book.choose(w.problem, w.width, rules)) for w in wanted]
+    with contextlib.closing(Book.read(wanted[0].problem.silicon, database, tell)) as book:
+        return [(w, book.choose(w.problem, w.width, rules)) for w in wanted]
 
 
 def make_ready(decisions: Sequence[tuple[Wanted, Decision]], rules: Rules, machine: Machine) -> Prepared:

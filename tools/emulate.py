@@ -162,7 +162,7 @@ def candidates(
         StoreError: the database can't be read.
     """
     # Imported here: running one variant needs no database.
-    from dsv4tune.tuned.store import Store
+    from dsv4tune.tuned.store import Filter, Store
 
     found = []
     options = op.options(given or {}, MAX_CONTEXT, 0)
@@ -171,7 +171,7 @@ def candidates(
         found.append(Candidate("default", problem, op.default(problem, device), op.width(MAX_CONTEXT, 0)))
     if db is not None:
         store = Store(db, create=False)
-        for key in store.problems(op.name):
+        for key in store.problems(Filter(op.name)):
             best = store.best(key)
             if best is None:
                 continue

@@ -31,7 +31,7 @@ from dsv4tune.tools.measure import (
     session_job,
 )
 from dsv4tune.tools.workers import Pool
-from dsv4tune.tuned.records import Baseline, DeviceRecord, Environment, Range, Resources, Trial
+from dsv4tune.tuned.records import Baseline, DeviceRecord, Environment, Range, Resources, Trial, plain
 
 #: Seconds that one compile, one check with its timing, and one check in the interpreter may take; and how much longer
 #: the first one of a process, which imports torch and makes a problem's inputs and expected values.
@@ -118,8 +118,8 @@ def environment(arch: int, on_gpu: bool) -> Environment:
         triton=metadata.version("triton"),
         ptxas=ptxas_version(arch),
         torch=metadata.version("torch"),
-        driver=state.driver,
-        clocks=state.clocks,
+        driver=plain(state.driver),
+        clocks=plain(state.clocks),
     )
 
 
@@ -233,7 +233,7 @@ def finished_trial(
     return Trial(
         problem=problem.to_json(),
         problem_key=problem.key,
-        device=DeviceRecord(**asdict(device.silicon), l2_bytes=device.l2_bytes, name=device.name),
+        device=DeviceRecord(**asdict(device.silicon), l2_bytes=device.l2_bytes, name=plain(device.name)),
         environment=environment,
         config=dict(config),
         range=Range(**setup.profile.to_json()),

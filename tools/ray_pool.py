@@ -12,6 +12,7 @@ import os
 import queue
 import socket
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -92,6 +93,8 @@ class RayPool(Executor):
         self._ended: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
         self._wake, self._woken = os.pipe()
         os.set_blocking(self._wake, False)
+        # Held while the pipe is written and closed: its number may be another file's afterwards.
+        self._lock, self._gone = threading.Lock(), False
 
     def _running(self) -> int:
         return len(self._jobs)
@@ -107,8 +110,9 @@ class RayPool(Executor):
 
         def ended(future: Any) -> None:
             self._ended.put((number, future))
-            with contextlib.suppress(OSError):  # closed meanwhile
-                os.write(self._woken, b".")
+            with self._lock:
+                if not self._gone:
+                    os.write(self._woken, b".")
 
         reference.future().add_done_callback(ended)
 
@@ -166,9 +170,11 @@ class RayPool(Executor):
         for actor in self._actors:
             _kill(actor)
         self._jobs.clear()
-        for end in (self._wake, self._woken):
-            with contextlib.suppress(OSError):
-                os.close(end)
+        with self._lock:
+            if not self._gone:
+                self._gone = True
+                os.close(self._wake)
+                os.close(self._woken)
 
 
 def _kill(actor: Any) -> None:

@@ -23,7 +23,7 @@ from dsv4tune.tools.progress import Lines, Watcher, in_words
 from dsv4tune.tools.progress import Problem as Shown
 from dsv4tune.tools.search import Proposer, Result, search
 from dsv4tune.tools.sites import Local, Site
-from dsv4tune.tuned.records import Baseline, Range, Trial
+from dsv4tune.tuned.records import Baseline, Range, Trial, plain
 from dsv4tune.tuned.store import Store
 
 #: A search on this machine and its first GPU.
@@ -182,7 +182,7 @@ def _tune_one(
         if request.on_gpu:
             watch.phase("timing the server's own kernel")
             setup = _fitting(op, setup, pools, say)
-            baseline, references = _baseline(setup, pools, say)
+            baseline, references = timed_baseline(setup, pools, say)
         evaluation = Evaluation(setup, pools, baseline)
         space = op.space(problem, request.device)
         first = [op.default(problem, request.device), op.reference_config(problem, request.device)]
@@ -258,7 +258,7 @@ def _fitting(op: Op[Any, Any], setup: Setup, pools: Pools, say: Say) -> Setup:
     return replace(setup, profile=Profile(profile.width, lengths, weights, profile.causal))
 
 
-def _baseline(setup: Setup, pools: Pools, say: Say) -> tuple[Baseline | None, dict[str, Any]]:
+def timed_baseline(setup: Setup, pools: Pools, say: Say) -> tuple[Baseline | None, dict[str, Any]]:
     """The server's own kernel, and every other way to compute the op that is installed, each timed alone."""
     server = peers.baseline(setup.problem.op, setup.problem.silicon)
     if server is None:
@@ -282,7 +282,7 @@ def _baseline(setup: Setup, pools: Pools, say: Say) -> tuple[Baseline | None, di
     own: dict[str, Any] = references[server.name] if server is not None else {}
     if server is None or "missing" in own or "left_out" in own:
         return None, references
-    return Baseline(name=server.name, version=own["version"], times_us=own["times_us"]), references
+    return Baseline(name=server.name, version=plain(own["version"]), times_us=own["times_us"]), references
 
 
 def _result(

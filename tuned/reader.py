@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import platformdirs
 
-from dsv4tune.codegen.problem import Silicon
-from dsv4tune.tuned.records import Entry
+from dsv4tune.tuned.records import Entry, Trial
 
 #: Seconds to wait for a writer's lock; a search's writes take milliseconds.
 LOCK_S = 0.3
 
+#: What SQLite says of a file that is locked, spoilt or none of its own; text of a spoilt one may be no text.
+UNREADABLE = (sqlite3.Error, UnicodeDecodeError)
+
 #: Migrations that this reader knows the tables of; see `dsv4tune.tuned.store`.
-KNOWN = ("m001_trials",)
+KNOWN = ("m001_trials", "m002_sharing")
 
 
 def default_path() -> Path:
@@ -39,47 +42,134 @@ def open_read_only(path: Path, timeout: float) -> sqlite3.Connection:
     return sqlite3.connect(uri, uri=True, timeout=timeout)
 
 
-def usable_entries(path: Path, op: str, silicon: Silicon, tell: Callable[[str], None]) -> list[Entry]:
-    """The ok trials of an op on this silicon, the best of each problem, range, config, compiler and kind of evidence.
-
-    Whatever can't be read is left out, with a line to `tell`.
-    """
+def foreign_objects(connection: sqlite3.Connection) -> str:
+    """What a database holds that could run when it is read or written, such as ``a trigger``; "" in one of ours."""
     query = (
-        "select p.key problem_key, p.json problem, d.json device, e.json environment, t.config, t.range, t.provenance, "
-        "min(t.score) score, t.yardstick, t.source_sha, t.json from trial t join problem p on p.id = t.problem_id "
-        "join device d on d.id = t.device_id join environment e on e.id = t.environment_id "
-        "where t.status = 'ok' and t.score is not null and p.op = ? and d.capability = ? and d.sm_count = ? and "
-        "d.shared_bytes = ? group by p.id, e.id, t.config, t.range, t.provenance, t.yardstick order by min(t.id)"
+        "select type from sqlite_master where type in ('trigger', 'view') or sql like 'create virtual%' "
+        "or sql like '%generated always%' limit 1"
     )
-    values = (op, silicon.capability, silicon.sm_count, silicon.shared_bytes)
-    try:
-        connection = open_read_only(path, LOCK_S)
-        try:
-            applied = "select name from _sqlite_migrations where migration_set = 'dsv4tune'"
-            newer = [name for (name,) in connection.execute(applied) if name not in KNOWN]
-            if newer:
-                tell(f"{path} was written by a newer dsv4tune ({newer[0]}): not read; upgrade dsv4tune")
-                return []
-            connection.row_factory = sqlite3.Row
-            rows = [dict(row) for row in connection.execute(query, values)]
-        finally:
-            connection.close()
-    except sqlite3.Error as error:
-        tell(f"can't read {path} ({error}): not used; name another database in $DSV4TUNE_DB")
+    found = connection.execute(query).fetchone()
+    return "" if found is None else {"table": "a virtual table"}.get(found[0], f"a {found[0]}")
+
+
+class Stored:
+    """The usable trials of the user's database, looked up by problem and read from one state of the file.
+
+    Whatever can't be read is left out, with a line to `tell`; after an error of the file nothing is found any more.
+    A problem without its rows goes by `family`, its JSON text.
+    """
+
+    def __init__(self, path: Path, tell: Callable[[str], None]) -> None:
+        self.path, self._tell = path, tell
+        self._connection: sqlite3.Connection | None = None
+        self._complained = False
+        self._family, self._imported = "p.family", "t.imported"
+        with self._errors():
+            self._open()
+
+    def _open(self) -> None:
+        connection = self._connection = open_read_only(self.path, LOCK_S)
+        applied = [
+            name
+            for (name,) in connection.execute("select name from _sqlite_migrations where migration_set = 'dsv4tune'")
+        ]
+        newer = [name for name in applied if name not in KNOWN]
+        foreign = foreign_objects(connection)
+        if newer or foreign:
+            self.close()
+            why = f"was written by a newer dsv4tune ({newer[0]})" if newer else f"holds {foreign}, none of ours"
+            self._tell(f"{self.path} {why}: not read; " + ("upgrade dsv4tune" if newer else "name another database"))
+            return
+        if KNOWN[1] not in applied:
+            self._family, self._imported = "json_remove(p.json, '$.rows')", "''"
+        connection.execute("BEGIN")
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def rows(self, family: str, predicted: bool) -> list[int]:
+        """Row counts with a usable trial, predicted ones too or measured ones only."""
+        usable = USABLE[predicted]
+        query = f"select p.rows from problem p where {self._family} = :family and exists {usable} order by p.rows"
+        return [int(rows) for (rows,) in self._query(query, {"family": family})]
+
+    def nearest(self, family: str, rows: int, step: int, predicted: bool) -> list[int]:
+        """The nearest such row count below (step -1) or above (1) these, if there is one."""
+        beyond = "< :rows" if step < 0 else "> :rows"
+        query = NEAREST.format(
+            family=self._family, beyond=beyond, usable=USABLE[predicted], order="desc" if step < 0 else "asc"
+        )
+        return [int(found) for (found,) in self._query(query, {"family": family, "rows": rows})]
+
+    def entries(self, family: str, rows: int) -> list[tuple[Entry, bool]]:
+        """Of each config, range, compiler and kind of evidence the best entry, and whether it was measured here."""
+        query = ENTRIES.format(family=self._family, imported=self._imported, others=_OTHERS)
+        found: list[tuple[Entry, bool]] = []
+        bad, problem = 0, ""
+        for *texts, here in self._query(query, {"family": family, "rows": rows}):
+            try:
+                found.append((Entry.model_validate_json(_joined(*texts)), bool(here)))
+            except (ValueError, TypeError) as error:  # pydantic's errors are ValueErrors
+                bad, problem = bad + 1, problem or str(error).splitlines()[0]
+        if bad and not self._complained:
+            self._complained = True
+            self._tell(f"{self.path}: some trials can't be read ({problem}): left out")
+        return found
+
+    def _query(self, query: str, values: dict[str, Any]) -> list[Any]:
+        with self._errors():
+            if self._connection is not None:
+                return self._connection.execute(query, values).fetchall()
         return []
-    found, bad = [], ""
-    for row in rows:
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
         try:
-            found.append(_entry(row))
-        except (ValueError, TypeError, KeyError) as error:  # pydantic's errors are ValueErrors
-            bad = bad or str(error).splitlines()[0]
-    if bad:
-        tell(f"{path}: {len(rows) - len(found)} of {len(rows)} {op} trials can't be read ({bad}): left out")
-    return found
+            yield
+        except UNREADABLE as error:
+            self.close()
+            self._tell(f"can't read {self.path} ({error}): not used; name another database in $DSV4TUNE_DB")
 
 
-def _entry(row: dict[str, Any]) -> Entry:
-    rest = json.loads(row.pop("json"))
-    for name in ("config", "range", "problem", "device", "environment"):
-        row[name] = json.loads(row[name])
-    return Entry(**{name: {**rest, **row}[name] for name in Entry.model_fields})
+_ANY = "select 1 from trial t where t.problem_id = p.id and t.status = 'ok' and t.score is not null"
+#: By whether a prediction will do.
+USABLE = {True: f"({_ANY})", False: f"({_ANY} and t.provenance = 'measured')"}
+NEAREST = (
+    "select p.rows from problem p where {family} = :family and p.rows {beyond} and exists {usable} "
+    "order by p.rows {order} limit 1"
+)
+#: Fields of a trial that an entry has not.
+_OTHERS = ", ".join(f"'$.{name}'" for name in Trial.model_fields if name not in Entry.model_fields)
+ENTRIES = (
+    "select p.key, p.json, d.json, e.json, t.config, t.range, t.provenance, min(t.score), t.yardstick, t.source_sha, "
+    "case when json_valid(t.json) then json_remove(t.json, {others}) else '' end, "
+    "{imported} = '' and t.provenance = 'measured' from problem p "
+    "join trial t on t.problem_id = p.id join device d on d.id = t.device_id "
+    "join environment e on e.id = t.environment_id where {family} = :family and p.rows = :rows and t.status = 'ok' and "
+    "t.score is not null group by e.id, t.config, t.range, t.provenance, {imported}, t.yardstick order by min(t.id)"
+)
+
+
+def _joined(
+    key: str,
+    problem: str,
+    device: str,
+    environment: str,
+    config: str,
+    over: str,
+    provenance: str,
+    score: float,
+    yardstick: str,
+    sha: str,
+    rest: str,
+) -> str:
+    """One entry's JSON text of the texts in its columns: read as a whole, which is faster than by parts."""
+    if not rest.startswith("{"):
+        raise ValueError("a trial's JSON is no object")
+    plain = json.dumps(
+        {"problem_key": key, "provenance": provenance, "score": score, "yardstick": yardstick, "source_sha": sha}
+    )
+    texts = f'"problem":{problem},"device":{device},"environment":{environment},"config":{config},"range":{over}'
+    return f"{plain[:-1]},{texts}{',' if len(rest) > 2 else ''}{rest[1:]}"

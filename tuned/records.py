@@ -2,9 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import re
+from functools import lru_cache
+from importlib import metadata
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+# Names and versions are shown, compared and never run: no quotes, brackets of code, slashes or line ends.
+_TEXT = r"^[A-Za-z0-9 ._+,:@\[\]-]*$"
+Text = Annotated[str, Field(max_length=100, pattern=_TEXT)]
+Word = Annotated[str, Field(min_length=1, max_length=40, pattern=r"^[a-z][a-z0-9_]*$")]
+#: Of a config, such as ``1x128``; the space knows which there are.
+Value = Annotated[str, Field(pattern=r"^[a-z0-9_]{1,40}$")]
+Sha = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Count = Annotated[int, Field(ge=0, le=1 << 40)]
+Length = Annotated[int, Field(ge=1, le=1 << 30)]
+Positive = Annotated[float, Field(gt=0, le=1e12)]
+Share = Annotated[float, Field(ge=0, le=1e6)]
+
+
+@lru_cache(maxsize=1)
+def triton_version() -> str:
+    """Of the Triton that runs here; looking it up takes as long as reading an entry."""
+    return metadata.version("triton")
+
+
+def plain(text: str) -> str:
+    """What a driver or a package says of itself, in the letters that records hold."""
+    return re.sub(r"[^A-Za-z0-9 ._+,:@\[\]-]", "_", text)[:100]
+
 
 Status = Literal["ok", "refused", "wrong", "unchecked", "failed", "timeout"]
 Provenance = Literal["measured", "predicted"]
@@ -19,29 +46,29 @@ class Record(BaseModel):
 class DeviceRecord(Record):
     """The GPU that a trial is for. Capability, SM count and shared memory decide a match; the rest informs."""
 
-    capability: str
-    sm_count: int
-    shared_bytes: int
-    l2_bytes: int
-    name: str
+    capability: Annotated[str, Field(pattern=r"^[1-9][0-9]?\.[0-9]$")]
+    sm_count: Annotated[int, Field(ge=1, le=4096)]
+    shared_bytes: Annotated[int, Field(ge=1, le=1 << 24)]
+    l2_bytes: Count
+    name: Text
 
 
 class Environment(Record):
     """What compiled and timed a trial; empty where there was none."""
 
-    dsv4tune: str
-    triton: str
-    ptxas: str
-    torch: str
-    driver: str = ""
-    clocks: str = ""
+    dsv4tune: Text
+    triton: Text
+    ptxas: Text
+    torch: Text
+    driver: Text = ""
+    clocks: Text = ""
 
 
 class Baseline(Record):
     """The kernel that the server would run on this card, timed in the same rounds."""
 
-    name: str
-    version: str
+    name: Word
+    version: Text
     times_us: ByLength
 
 
@@ -82,6 +109,7 @@ class Trial(Record):
         card: UUID of the GPU that judged it, "" for none; times of different cards are never held against each other.
         checked_by: ``gpu``, ``interpreter``, ``emulation`` (its machine code, reassembled, on another GPU) or "".
         compile_seconds, judge_seconds: what its compile job, and its check and timing, took.
+        imported: the file that it came in, "" for one that was found here.
     """
 
     problem: dict[str, Any]
@@ -108,35 +136,85 @@ class Trial(Record):
     compile_seconds: float = 0.0
     judge_seconds: float = 0.0
     finished_at: str = ""
+    imported: str = ""
+
+    @property
+    def here(self) -> bool:
+        """Whether it was measured by this database's own searches."""
+        return self.provenance == "measured" and not self.imported
+
+
+Times = Annotated[dict[Length, Positive], Field(min_length=1, max_length=64)]
+
+
+class EntryBaseline(Baseline):
+    times_us: Times
+
+
+class EntryRange(Range):
+    width: Length
+    lengths: Annotated[list[Length], Field(min_length=1, max_length=64)]
+    weights: Annotated[list[Positive], Field(min_length=1, max_length=64)]
+
+
+class EntryResources(Resources):
+    registers: Count
+    stack_bytes: Count
+    spill_bytes: Count
+    shared_bytes: Count
+    mma: Text
+    async_copy: Text
+    instructions: Count
+    seconds: Share
+    binary: Sha
 
 
 class Entry(Record):
-    """The best config of one problem on one silicon, as it is exported and shipped."""
+    """The best config of one problem on one silicon, as it is exported and shipped; every value has bounds.
 
-    problem: dict[str, Any]
-    problem_key: str
+    Attributes:
+        spread: interquartile range over the median, by live length (since version 2).
+        finished_at: when its trial ended (since version 2).
+    """
+
+    problem: Annotated[dict[Word, bool | int | Text | dict[Word, int | Text]], Field(max_length=32)]
+    problem_key: Annotated[str, Field(max_length=400, pattern=r"^[A-Za-z0-9 ._=-]+$")]
     device: DeviceRecord
     environment: Environment
-    config: dict[str, int | str]
+    config: Annotated[dict[Word, Annotated[int, Field(ge=-(1 << 31), le=1 << 31)] | Value], Field(max_length=32)]
     provenance: Provenance
-    range: Range
-    score: float
-    yardstick: str
-    times_us: ByLength
-    baseline: Baseline | None
-    error: float
-    checked_by: str
-    resources: Resources
-    source_sha: str
+    range: EntryRange
+    score: Positive
+    yardstick: Text
+    times_us: Times
+    baseline: EntryBaseline | None
+    error: Annotated[float, Field(ge=0, le=0.01)]
+    checked_by: Literal["gpu", "interpreter", "emulation"]
+    resources: EntryResources
+    source_sha: Sha
+    spread: Annotated[dict[Length, Share], Field(max_length=64)] = Field(default_factory=dict)
+    finished_at: Annotated[str, Field(pattern=r"^([0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9:.+]{8,24})?$")] = ""
 
     @classmethod
     def of(cls, trial: Trial) -> Entry:
         fields = trial.model_dump()
         return cls(**{name: fields[name] for name in cls.model_fields})
 
+    def trial(self, imported: str) -> Trial:
+        """As it is kept in a database that it came to from elsewhere."""
+        return Trial(**self.model_dump(), status="ok", imported=imported)
+
 
 class Catalogue(Record):
-    """An exported file; a reader refuses another schema version."""
+    """An exported file, of the newest version; see `dsv4tune.tuned.files` for reading any."""
 
-    schema_version: Literal[1] = 1
+    schema_version: Literal[2] = 2
     entries: list[Entry]
+
+
+def evidence(provenance: str, here: bool, same_compiler: bool) -> int:
+    """What stands behind a figure, the least first: measured here, on the same silicon with the running compiler, with
+    another one, predicted."""
+    if provenance != "measured":
+        return 3
+    return 0 if here else 1 if same_compiler else 2

@@ -6,7 +6,7 @@ A pure function of the files and the problem: every rank of a server makes the s
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import resources
@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from dsv4tune.codegen import ops
-from dsv4tune.codegen.devices import KB, Device
 from dsv4tune.codegen.problem import Problem, Silicon
 from dsv4tune.codegen.space import Config
-from dsv4tune.tuned.reader import usable_entries
-from dsv4tune.tuned.records import Catalogue, Entry
+from dsv4tune.tuned.files import parsed
+from dsv4tune.tuned.reader import Stored
+from dsv4tune.tuned.records import Entry, evidence
+from dsv4tune.tuned.trust import Distrust, valid_config
 
 if TYPE_CHECKING:
     from dsv4tune.tuned.store import Store
@@ -30,6 +31,8 @@ POLICIES: tuple[Policy, ...] = ("measured", "strict", "predicted")
 
 #: What a measured entry must be faster by, as a share of the server's time: less is noise.
 MARGIN = 0.01
+
+ONLY_PREDICTED = "predicted, not measured (policy predicted would take it)"
 
 Tell = Callable[[str], None]
 
@@ -45,7 +48,7 @@ def _shipped_files() -> Iterator[tuple[str, bytes]]:
 @lru_cache(maxsize=1)
 def shipped() -> tuple[Entry, ...]:
     """Every entry in ``tuned/configs/<device>/<op>.json``."""
-    return tuple(entry for _, text in _shipped_files() for entry in Catalogue.model_validate_json(text).entries)
+    return tuple(entry for name, text in _shipped_files() for entry in parsed(name, text))
 
 
 def entry_for(problem: Problem, store: Store | None) -> Entry | None:
@@ -60,10 +63,11 @@ def entry_for(problem: Problem, store: Store | None) -> Entry | None:
 
 
 class Found(NamedTuple):
-    """An entry and the file it lies in."""
+    """An entry, the file it lies in, and whether this machine's own search measured it."""
 
     entry: Entry
     origin: str
+    here: bool = False
 
 
 class Refused(NamedTuple):
@@ -94,6 +98,14 @@ class Rules:
     triton: str
     ptxas: str
 
+    @property
+    def predicted(self) -> bool:
+        return self.policy == "predicted"
+
+    def counts(self, entry: Entry) -> bool:
+        """Whether an entry stands for its rows: a prediction only where one would be taken."""
+        return self.predicted or entry.provenance == "measured"
+
     def same_compiler(self, entry: Entry) -> bool:
         return entry.environment.triton == self.triton and entry.environment.ptxas == self.ptxas
 
@@ -101,7 +113,7 @@ class Rules:
         """Why this entry is no ground for replacing the server's kernel, or None."""
         if entry.provenance == "predicted":
             if self.policy != "predicted":
-                return "predicted, not measured (policy predicted would take it)"
+                return ONLY_PREDICTED
         else:
             expected = self.baseline.get(problem.op, "")
             if entry.baseline is None or entry.baseline.name != expected:
@@ -151,55 +163,113 @@ class Decision:
 
 @dataclass
 class Book:
-    """The entries of one silicon, by problem without rows, then by rows."""
+    """The entries of one silicon, by problem without rows, then by rows.
+
+    The user's database may hold millions: it is asked for one problem at a time, and goes first.
+    """
 
     silicon: Silicon
+    tell: Tell
+    stored: Stored | None = None
     _families: dict[str, dict[int, list[Found]]] = field(default_factory=dict)
+    _mine: dict[tuple[str, int], list[Found]] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, silicon: Silicon, kernels: Sequence[str], database: Path | None, tell: Tell) -> Book:
+    def read(cls, silicon: Silicon, database: Path | None, tell: Tell) -> Book:
         """The user's database first, then the shipped entries; what can't be read is left out, with a line each."""
-        book = cls(silicon)
-        for op in kernels if _is_there(database, tell) else ():
-            assert database is not None
-            book.add((Found(entry, str(database)) for entry in usable_entries(database, op, silicon, tell)), tell)
+        stored = Stored(database, tell) if database is not None and _is_there(database, tell) else None
+        book = cls(silicon, tell, stored)
         for name, text in _shipped_files():
             try:
                 items = json.loads(text)["entries"]
             except (ValueError, TypeError, KeyError) as error:
                 tell(f"shipped {name} can't be read ({error}): not used; reinstall dsv4tune")
                 continue
-            book.add(_parsed(items, f"shipped {name}", tell), tell)
+            book.add(_parsed(items, f"shipped {name}", tell))
         return book
 
-    def add(self, found: Iterator[Found] | Sequence[Found], tell: Tell) -> None:
+    def close(self) -> None:
+        if self.stored is not None:
+            self.stored.close()
+
+    def add(self, found: Iterable[Found]) -> None:
         for one in found:
-            try:
-                problem = ops.problem_from_json(one.entry.problem)
-                if problem.silicon != self.silicon:
-                    continue
-                if problem.key != one.entry.problem_key:
-                    raise ValueError(f"its key is '{one.entry.problem_key}', its problem's '{problem.key}'")
-                missing = set(ops.get(problem.op).words) ^ set(one.entry.config)
-                if missing:
-                    raise ValueError(f"config words {', '.join(sorted(missing))} are of another dsv4tune")
-            except (ValueError, TypeError, KeyError) as error:
-                tell(f"{one.origin}: an entry can't be used ({str(error).splitlines()[0]}): left out")
-                continue
-            self._families.setdefault(family(problem), {}).setdefault(problem.rows, []).append(one)
+            problem = self._problem_of(one)
+            if problem is not None and self._words_agree(one):
+                self._families.setdefault(family(problem), {}).setdefault(problem.rows, []).append(one)
+
+    def _problem_of(self, one: Found) -> Problem | None:
+        """What an entry is for, or None where it can't be used or is for other silicon."""
+        try:
+            problem = ops.problem_from_json(one.entry.problem)
+            if problem.silicon != self.silicon:
+                return None
+            if problem.key != one.entry.problem_key:
+                raise ValueError(f"its key is '{one.entry.problem_key}', its problem's '{problem.key}'")
+        except (ValueError, TypeError, KeyError) as error:
+            self.tell(f"{one.origin}: an entry can't be used ({str(error).splitlines()[0]}): left out")
+            return None
+        return problem
+
+    def _words_agree(self, one: Found) -> bool:
+        missing = set(ops.get(str(one.entry.problem["op"])).words) ^ set(one.entry.config)
+        if missing:
+            words = ", ".join(sorted(missing))
+            self.tell(f"{one.origin}: an entry can't be used (config words {words} are of another dsv4tune): left out")
+        return not missing
+
+    def _at(self, family: str, rows: int) -> list[Found]:
+        """Everything for one problem, the user's own first."""
+        if self.stored is not None and (family, rows) not in self._mine:
+            held = self.stored.entries(family, rows)
+            mine = [Found(entry, str(self.stored.path), here) for entry, here in held]
+            # One row of the database is the problem of all of them.
+            usable = bool(mine) and self._problem_of(mine[0]) is not None
+            self._mine[family, rows] = [one for one in mine if usable and self._words_agree(one)]
+        return self._mine.get((family, rows), []) + self._families.get(family, {}).get(rows, [])
+
+    def _counted(self, family: str, rows: int, rules: Rules) -> list[Found]:
+        """What counts as tried for one problem: a prediction does where the policy would take it."""
+        return [one for one in self._at(family, rows) if rules.counts(one.entry)]
+
+    def _nearest(self, family: str, rows: int, step: int, rules: Rules) -> list[Found]:
+        """Everything that counts for the nearest row count below (step -1) or above (1) that has anything."""
+        shipped = self._shipped_rows(family, rules)
+        at = rows
+        while True:
+            stored = self.stored.nearest(family, at, step, rules.predicted) if self.stored is not None else []
+            beyond = [r for r in shipped + stored if (r - at) * step > 0]
+            if not beyond:
+                return []
+            at = min(beyond, key=lambda r: abs(r - rows))
+            found = self._counted(family, at, rules)
+            if found:
+                return found
+
+    def _shipped_rows(self, family: str, rules: Rules) -> list[int]:
+        by_rows = self._families.get(family, {})
+        return [rows for rows, found in by_rows.items() if any(rules.counts(one.entry) for one in found)]
 
     def choose(self, problem: Problem, width: int, rules: Rules) -> Decision:
         """The entry for a call shape, or the reason why there is none."""
-        by_rows = self._families.get(family(problem), {})
-        if problem.rows in by_rows:
-            return self._exact(problem, width, rules, by_rows[problem.rows])
-        below = max((rows for rows in by_rows if rows < problem.rows), default=None)
-        above = min((rows for rows in by_rows if rows > problem.rows), default=None)
-        if below is None or above is None:
-            held = ", ".join(str(rows) for rows in sorted(by_rows))
-            why = f"entries are for {held} rows, which don't enclose these" if held else "no entry for this silicon"
-            return Decision(problem, width, None, "", why)
-        return self._between(problem, width, rules, (by_rows[below], by_rows[above]))
+        of = family(problem)
+        exact = self._counted(of, problem.rows, rules)
+        if exact:
+            return self._exact(problem, width, rules, exact)
+        below, above = (self._nearest(of, problem.rows, step, rules) for step in (-1, 1))
+        if below and above:
+            return self._between(problem, width, rules, (below, above))
+        guessed = self._at(of, problem.rows)
+        if guessed:
+            return self._exact(problem, width, rules, guessed)  # which says what stands against them
+        stored = self.stored.rows(of, rules.predicted) if self.stored is not None else []
+        held = ", ".join(str(r) for r in sorted({*self._shipped_rows(of, rules), *stored} - {problem.rows}))
+        why = "no entry for this silicon"
+        if held:
+            why = f"entries are for {held} rows, which don't enclose these"
+        elif of in self._families or (self.stored is not None and self.stored.rows(of, True)):
+            why = ONLY_PREDICTED
+        return Decision(problem, width, None, "", why)
 
     def _exact(self, problem: Problem, width: int, rules: Rules, found: Sequence[Found]) -> Decision:
         refused: list[Refused] = []
@@ -246,8 +316,9 @@ class Book:
 
 
 def family(problem: Problem) -> str:
-    """A problem without its rows."""
-    return json.dumps({name: value for name, value in problem.to_json().items() if name != "rows"}, sort_keys=True)
+    """A problem without its rows, as the database's column has it."""
+    shape = {name: value for name, value in problem.to_json().items() if name != "rows"}
+    return json.dumps(shape, sort_keys=True, separators=(",", ":"))
 
 
 def _is_there(database: Path | None, tell: Tell) -> bool:
@@ -273,17 +344,15 @@ def _parsed(items: Any, origin: str, tell: Tell) -> Iterator[Found]:
 
 
 def _ranked(found: Sequence[Found], rules: Rules) -> list[Found]:
-    """Files in their order; in each, measured before predicted, the running compiler's before another's, one beside the
-    server's kernel before one without, a wider range before a narrower, then the lowest score."""
+    """Better evidence first; then files in their order, one beside the server's kernel before one without, a wider
+    range before a narrower, then the lowest score."""
     order = list(dict.fromkeys(one.origin for one in found))
 
     def rank(one: Found) -> tuple[Any, ...]:
         e = one.entry
-        # What only predicted is no reason to pass over what another file measured.
         return (
-            e.provenance != "measured",
+            evidence(e.provenance, one.here, rules.same_compiler(e)),
             order.index(one.origin),
-            not rules.same_compiler(e),
             e.baseline is None,
             -e.range.width,
             -len(e.range.lengths),
@@ -301,11 +370,8 @@ def _other(entry: Entry, rules: Rules) -> str:
 
 def _invalid(problem: Problem, entry: Entry) -> str | None:
     """Why the space has no such config for these rows."""
-    d = entry.device
-    # An SM has 1 KB beside what one program may take.
-    card = Device(d.name, problem.silicon, problem.silicon.shared_bytes + KB, d.l2_bytes, 1.0, "its record")
     try:
-        ops.get(problem.op).space(problem, card).check(entry.config)
-    except ValueError as error:
-        return str(error)
+        valid_config(entry, problem)
+    except Distrust as error:
+        return error.reason
     return None

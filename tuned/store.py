@@ -7,17 +7,22 @@ import fcntl
 import json
 import os
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
 from sqlite_utils import Database, Migrations
 
+from dsv4tune.tuned.reader import UNREADABLE, foreign_objects, open_read_only
 from dsv4tune.tuned.reader import default_path as default_path
-from dsv4tune.tuned.reader import open_read_only
-from dsv4tune.tuned.records import Range, Trial
+from dsv4tune.tuned.records import Entry, Range, Trial, triton_version
 
 migrations = Migrations("dsv4tune")
+
+#: Bytes of a database that is checked whole before it is written to.
+_CHECKED_WHOLE = 128 << 20
 
 
 class StoreError(Exception):
@@ -68,10 +73,62 @@ def m001_trials(db: Database) -> None:
     db.table("trial").create_index(["problem_id", "status", "provenance", "score"])
 
 
+@migrations()
+def m002_sharing(db: Database) -> None:
+    """Where a trial came from, and indexes for a million of them; see the tests of the query plans."""
+    db.table("trial").add_column("imported", str, not_null_default="")
+    db.table("trial").add_column("lengths", int, not_null_default=0)
+    db.execute("update trial set lengths = json_array_length(range, '$.lengths')")
+    db.execute("drop index idx_trial_problem_id_status_provenance_score")
+    db.execute(
+        "create index trial_best on trial(problem_id, provenance, imported, environment_id, yardstick, width, lengths, "
+        # With the status, for which SQLite 3.40 would read the row where the index doesn't hold it.
+        "score, status) where status = 'ok' and score is not null"
+    )
+    db.execute("create index trial_range on trial(problem_id, range, status)")
+    # A problem without its rows.
+    db.table("problem").add_column("family", str, not_null_default="")
+    db.execute("update problem set family = json_remove(json, '$.rows')")
+    db.execute("create index problem_family on problem(family, rows)")
+
+
 # Columns of their own tables; the rest of a trial is one JSON text.
-_PLAIN = ("source_sha", "status", "provenance", "score", "yardstick")
+_PLAIN = ("source_sha", "status", "provenance", "score", "yardstick", "imported")
 _TEXTS = ("config", "range")
 _ELSEWHERE = {"problem", "problem_key", "device", "environment", *_PLAIN, *_TEXTS}
+
+
+@dataclass(frozen=True)
+class Filter:
+    """Which problems are meant; None and () say nothing.
+
+    Attributes:
+        op: kernel.
+        rows: of the problem.
+        target: compute capability such as ``sm_120``.
+        sm_count, shared_bytes: of the silicon.
+        words: words that stand in the problem's key, such as ``heads=8``.
+    """
+
+    op: str | None = None
+    rows: int | None = None
+    target: str | None = None
+    sm_count: int | None = None
+    shared_bytes: int | None = None
+    words: tuple[str, ...] = ()
+
+    @property
+    def in_key(self) -> list[str]:
+        """All of it but the op, as words of the key."""
+        named = (("rows=", self.rows), ("", self.target), ("sms=", self.sm_count), ("shared=", self.shared_bytes))
+        return [*self.words, *(f"{name}{value}" for name, value in named if value is not None)]
+
+    def matches(self, key: str) -> bool:
+        words = key.split(" ")
+        return (self.op is None or words[0] == self.op) and all(word in words[1:] for word in self.in_key)
+
+
+EVERYTHING = Filter()
 
 
 class Store:
@@ -86,6 +143,7 @@ class Store:
         self.path = Path(path)
         #: What happened while opening that a user should know.
         self.notes: list[str] = []
+        self._same_compiler: str | None = None
         if create:
             self.db = self._open_for_writing()
         else:
@@ -93,12 +151,12 @@ class Store:
                 raise StoreError(f"no database at {self.path}: run a search first, or name another with --db")
             try:
                 self.db = Database(open_read_only(self.path, timeout=30), execute_plugins=False)
-                self._refuse_newer(self.db)
+                self._refuse_foreign(self.db)
                 if migrations.pending(self.db):
                     raise StoreError(
-                        f"{self.path} has an older schema or no trials: run a search with it to migrate it"
+                        f"{self.path} has an older schema or no trials: a search or `dsv4tune prune` migrates it"
                     )
-            except sqlite3.DatabaseError as error:
+            except UNREADABLE as error:
                 raise StoreError(f"can't read {self.path} ({error}): name another database with --db") from error
 
     def _open_for_writing(self) -> Database:
@@ -126,29 +184,37 @@ class Store:
         if self.path.exists() and not os.access(self.path, os.W_OK):
             raise PermissionError(13, "it is read-only")
         try:
-            db = self._connect()
+            return self._connect()
         except sqlite3.OperationalError:
             raise  # locked, or a full disk: the file may be sound
-        except sqlite3.DatabaseError as error:
+        except UNREADABLE as error:
             aside = _free_name(self.path)
             for suffix in ("", "-wal", "-shm"):
                 with contextlib.suppress(FileNotFoundError):
                     os.replace(f"{self.path}{suffix}", f"{aside}{suffix}")
             self.notes.append(f"{self.path} is no sound database ({error}); set aside as {aside}, starting a new one")
-            db = self._connect()
-        migrations.apply(db)
-        return db
+            return self._connect()
 
     def _connect(self) -> Database:
         db = Database(sqlite3.connect(self.path.absolute(), timeout=30), execute_plugins=False)
+        db.conn.execute("PRAGMA trusted_schema = OFF")
+        self._refuse_foreign(db)
         db.conn.execute("PRAGMA journal_mode = WAL")
         # Each commit reaches the disk: a finished trial cost GPU time.
         db.conn.execute("PRAGMA synchronous = FULL")
-        for (answer,) in db.conn.execute("PRAGMA quick_check(1)"):
-            if answer != "ok":
-                raise sqlite3.DatabaseError(answer)
-        self._refuse_newer(db)
+        # A large file is read for seconds: there only its size is held against what its header says.
+        if self.path.stat().st_size <= _CHECKED_WHOLE:
+            for (answer,) in db.conn.execute("PRAGMA quick_check(1)"):
+                if answer != "ok":
+                    raise sqlite3.DatabaseError(answer)
+        migrations.apply(db)
         return db
+
+    def _refuse_foreign(self, db: Database) -> None:
+        found = foreign_objects(db.conn)
+        if found:
+            raise StoreError(f"{self.path} holds {found}, which dsv4tune never made: use another --db")
+        self._refuse_newer(db)
 
     def _refuse_newer(self, db: Database) -> None:
         known = {m.name for m in migrations._migrations}
@@ -163,30 +229,81 @@ class Store:
 
     def add(self, trial: Trial) -> int:
         """Store a finished trial and return its number."""
+        with self._writing():
+            return self._insert(trial)
+
+    def add_all(self, trials: Iterable[Trial]) -> int:
+        """Store all of them or, where anything is wrong with one, none; their number."""
+        with self._writing():
+            return sum(1 for trial in trials if self._insert(trial))
+
+    def _insert(self, trial: Trial) -> int:
         data = trial.model_dump(mode="json")
         rest = {name: value for name, value in data.items() if name not in _ELSEWHERE}
         device = {name: data["device"][name] for name in ("capability", "sm_count", "shared_bytes")}
+        problem = {
+            "key": trial.problem_key,
+            "op": trial.problem["op"],
+            "rows": trial.problem["rows"],
+            "json": _text(data["problem"]),
+            "family": _text({name: value for name, value in data["problem"].items() if name != "rows"}),
+        }
+        row = {
+            "problem_id": self._id("problem", problem, "key"),
+            "device_id": self._id("device", {**device, "json": _text(data["device"])}, "json"),
+            "environment_id": self._id("environment", {"json": _text(data["environment"])}, "json"),
+            "width": trial.range.width,
+            "lengths": len(trial.range.lengths),
+            "json": _text(rest),
+            **{name: data[name] for name in _PLAIN},
+            **{name: _text(data[name]) for name in _TEXTS},
+        }
+        return self._insert_row("trial", row)
+
+    def _insert_row(self, table: str, row: dict[str, Any]) -> int:
+        # sqlite-utils would look at the table's schema for every row.
+        names, marks = ", ".join(row), ", ".join("?" * len(row))
+        done = self.db.conn.execute(f"insert into {table} ({names}) values ({marks})", list(row.values()))
+        return int(done.lastrowid or 0)
+
+    def losers(self, only: Filter, older_than_days: int) -> list[int]:
+        """Numbers of the trials that ended so long ago and win nothing.
+
+        The best of each problem, range, environment, kind of evidence and origin is a winner, and so is every usable
+        trial of its config for other rows of the problem, because one config may serve the rows between two.
+        """
+        until = (datetime.now(timezone.utc) - timedelta(days=older_than_days)).isoformat(timespec="seconds")
+        meant = set(self.problems(only))
+        found = self._rows(LOSERS, {"until": until})
+        return [row["id"] for row in found if row["key"] in meant]
+
+    def delete(self, numbers: Sequence[int]) -> None:
+        """Delete these trials in one transaction and give their space back to the disk."""
+        with self._writing():
+            self.db.conn.executemany("delete from trial where id = ?", ((number,) for number in numbers))
+        # Another process may be reading, or the disk too full for a copy: then SQLite uses the space again later.
+        with contextlib.suppress(sqlite3.OperationalError):
+            self.db.vacuum()
+
+    def refute(self, problem_key: str, config: dict[str, int | str], status: str, reason: str) -> int:
+        """Mark what was imported for a config as not usable here, with the reason; how many."""
+        query = (
+            "update trial set status = ?, json = json_set(json, '$.reason', ?) where status = 'ok' and imported <> '' "
+            "and config = ? and problem_id = (select id from problem where key = ?)"
+        )
+        with self._writing():
+            return int(self.db.execute(query, [status, reason, _text(config), problem_key]).rowcount)
+
+    def total(self) -> int:
+        """Trials of all problems."""
+        (found,) = self._rows("select count(*) n from trial")
+        return int(found["n"])
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
         try:
             with self._transaction():
-                row = {
-                    "problem_id": self._id(
-                        "problem",
-                        {
-                            "key": trial.problem_key,
-                            "op": trial.problem["op"],
-                            "rows": trial.problem["rows"],
-                            "json": _text(data["problem"]),
-                        },
-                        "key",
-                    ),
-                    "device_id": self._id("device", {**device, "json": _text(data["device"])}, "json"),
-                    "environment_id": self._id("environment", {"json": _text(data["environment"])}, "json"),
-                    "width": trial.range.width,
-                    "json": _text(rest),
-                    **{name: data[name] for name in _PLAIN},
-                    **{name: _text(data[name]) for name in _TEXTS},
-                }
-                return int(self.db.table("trial").insert(row).last_pk)  # type: ignore[arg-type]
+                yield
         except sqlite3.DatabaseError as error:
             raise StoreError(
                 f"can't write {self.path} ({error}): what it holds is kept; mend this and rerun"
@@ -204,65 +321,126 @@ class Store:
         self.db.commit()
 
     def _id(self, table: str, row: dict[str, Any], unique: str) -> int:
-        found = list(self.db.query(f"select id from {table} where {unique} = ?", [row[unique]]))
-        if found:
-            return int(found[0]["id"])
-        return int(self.db.table(table).insert(row).last_pk)  # type: ignore[arg-type]
+        found = self.db.conn.execute(f"select id from {table} where {unique} = ?", [row[unique]]).fetchone()
+        if found is not None:
+            return int(found[0])
+        if table == "environment":
+            self._same_compiler = None
+        return self._insert_row(table, row)
 
     # -- reading ------------------------------------------------------------------------------------------------
+
+    def _rows(self, query: str, values: Any = None) -> Iterator[dict[str, Any]]:
+        try:
+            yield from self.db.query(query, values)
+        except UNREADABLE as error:
+            raise StoreError(f"can't read {self.path} ({error}): use another --db") from error
 
     def trials(self, problem_key: str | None = None) -> Iterator[Trial]:
         """Finished trials in the order they ended."""
         where, values = ("where p.key = ?", [problem_key]) if problem_key is not None else ("", [])
-        for row in self.db.query(f"{_SELECT} {where} order by t.id", values):
+        for row in self._rows(f"{_SELECT} {where} order by t.id", values):
             yield _trial(row)
 
-    def problems(self, op: str | None = None, rows: int | None = None) -> list[str]:
+    def problems(self, only: Filter = EVERYTHING) -> list[str]:
         """Keys of the problems with trials, by op, rows and silicon."""
-        query = (
-            "select key from problem where (:op is null or op = :op) and (:rows is null or rows = :rows) "
-            "order by op, rows, key"
-        )
-        return [row["key"] for row in self.db.query(query, {"op": op, "rows": rows})]
+        query = "select key from problem where (:op is null or op = :op) and (:rows is null or rows = :rows) "
+        found = self._rows(query + "order by op, rows, key", {"op": only.op, "rows": only.rows})
+        return [row["key"] for row in found if only.matches(row["key"])]
 
     def best(self, problem_key: str, over: Range | None = None) -> Trial | None:
         """The usable trial to go by, over one range where it is named.
 
-        Measured goes before predicted, one timed beside the server's kernel before one that was not, and a wider
-        range before a narrower, because scores of different kinds don't compare; then the lowest score, and between
-        equal ones the first in the order of their words, so that every reader picks the same.
+        Better evidence goes first (see `dsv4tune.tuned.records.evidence`), then one timed beside the server's kernel
+        before one that was not, and a wider range before a narrower, because scores of different kinds don't compare;
+        then the lowest score, and between equal ones the first in the order of their words, so that every reader picks
+        the same.
         """
-        query = (
-            f"{_SELECT} where p.key = :key and t.status = 'ok' and t.score is not null "
-            "and (:range is null or t.range = :range) order by t.provenance = 'measured' desc, "
-            "t.yardstick <> 'byte floor' desc, t.width desc, length(t.range) desc, t.score, t.config limit 1"
-        )
         values = {"key": problem_key, "range": None if over is None else _text(over.model_dump(mode="json"))}
-        return next((_trial(row) for row in self.db.query(query, values)), None)
+        return next((_trial(row) for row in self._rows(self._best_query(over is not None), values)), None)
+
+    def _best_query(self, over: bool) -> str:
+        if self._same_compiler is None:
+            found = self._rows(
+                "select id from environment where json_extract(json, '$.triton') = ?", [triton_version()]
+            )
+            self._same_compiler = ", ".join(str(row["id"]) for row in found)
+        rank = BEST_RANK.format(same=self._same_compiler)
+        # Over one range the rows are read, and the planner finds them; else the index alone will do.
+        where = (
+            {"index": "", "range": "and range = :range "} if over else {"index": "indexed by trial_best", "range": ""}
+        )
+        return BEST.format(columns=_COLUMNS, joins=_JOINS, rank=rank, **where)
+
+    def winners(self, only: Filter = EVERYTHING) -> Iterator[tuple[str, Trial | None]]:
+        """Each problem's key and `best`, by key."""
+        for key in sorted(self.problems(only)):
+            yield key, self.best(key)
+
+    def held(self, trial: Trial) -> bool:
+        """Whether this very result is here already, whoever brought it."""
+        query = (
+            f"{_SELECT} where p.key = ? and t.status = 'ok' and t.provenance = ? and t.score = ? and t.config = ? "
+            "and t.source_sha = ?"
+        )
+        values = [trial.problem_key, trial.provenance, trial.score, _text(trial.config), trial.source_sha]
+        wanted = Entry.of(trial)
+        return any(Entry.of(_trial(row)) == wanted for row in self._rows(query, values))
+
+    def problem(self, key: str) -> dict[str, Any]:
+        """A stored problem as JSON."""
+        (found,) = self._rows("select json from problem where key = ?", [key])
+        return dict(json.loads(found["json"]))
 
     def ranges(self, problem_key: str) -> list[Range]:
         """The ranges that a problem was tried over, the widest first."""
-        query = (
-            "select distinct t.range, t.width from trial t join problem p on p.id = t.problem_id where p.key = ? "
-            "order by t.width desc, length(t.range) desc, t.range"
-        )
-        return [Range(**json.loads(row["range"])) for row in self.db.query(query, [problem_key])]
+        found = [Range(**json.loads(row["range"])) for row in self._rows(RANGES, {"key": problem_key})]
+        return sorted(found, key=lambda over: (-over.width, -len(over.lengths), over.model_dump_json()))
 
     def counts(self, problem_key: str, over: Range) -> dict[str, int]:
         """Trials over one range by status."""
-        query = (
-            "select status, count(*) n from trial t join problem p on p.id = t.problem_id "
-            "where p.key = ? and t.range = ? group by 1"
-        )
-        values = [problem_key, _text(over.model_dump(mode="json"))]
-        return {row["status"]: row["n"] for row in self.db.query(query, values)}
+        values = {"key": problem_key, "range": _text(over.model_dump(mode="json"))}
+        return {row["status"]: row["n"] for row in self._rows(COUNTS, values)}
 
 
-_SELECT = (
-    "select t.config, t.range, t.source_sha, t.status, t.provenance, t.score, t.yardstick, t.json, "
-    "p.key problem_key, p.json problem, "
-    "d.json device, e.json environment from trial t join problem p on p.id = t.problem_id "
-    "join device d on d.id = t.device_id join environment e on e.id = t.environment_id"
+_COLUMNS = (
+    "select t.config, t.range, t.source_sha, t.status, t.provenance, t.score, t.yardstick, t.imported, t.json, "
+    "p.key problem_key, p.json problem, d.json device, e.json environment"
+)
+_JOINS = (
+    "join problem p on p.id = t.problem_id join device d on d.id = t.device_id "
+    "join environment e on e.id = t.environment_id"
+)
+_SELECT = f"{_COLUMNS} from trial t {_JOINS}"
+# Columns of the index trial_best alone, so that the rows of the losers are never read.
+BEST_RANK = (
+    "case when provenance <> 'measured' then 3 when imported = '' then 0 when environment_id in ({same}) then 1 "
+    "else 2 end, yardstick = 'byte floor', width desc, lengths desc, score"
+)
+#: The best trial of the problem :key; equal ones by their words.
+BEST = (
+    "with ranked as (select id, rank() over (order by {rank}) place from trial {index} "
+    "where problem_id = (select id from problem where key = :key) and status = 'ok' and score is not null {range}) "
+    # Crossed, so that no planner starts with another table.
+    "{columns} from ranked cross join trial t on t.id = ranked.id {joins} where ranked.place = 1 "
+    "order by t.config, t.id limit 1"
+)
+
+
+RANGES = "select distinct range from trial where problem_id = (select id from problem where key = :key)"
+COUNTS = (
+    "select status, count(*) n from trial where problem_id = (select id from problem where key = :key) "
+    "and range = :range group by 1"
+)
+#: Old trials but for winners; see `Store.losers`.
+LOSERS = (
+    "with best as (select t.id, t.config, p.family, rank() over (partition by t.problem_id, t.range, t.environment_id, "
+    "t.provenance, t.imported, t.yardstick order by t.score, t.config) place from trial t "
+    "join problem p on p.id = t.problem_id where t.status = 'ok' and t.score is not null), "
+    "winner as (select distinct family, config from best where place = 1) "
+    "select t.id, p.key from trial t join problem p on p.id = t.problem_id "
+    "where coalesce(json_extract(t.json, '$.finished_at'), '') < :until and not (t.status = 'ok' and "
+    "(p.family, t.config) in (select family, config from winner)) order by t.id"
 )
 
 
@@ -279,8 +457,7 @@ def _trial(row: dict[str, Any]) -> Trial:
         ) from error
 
 
-def _text(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+_text = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 
 
 def _free_name(path: Path) -> Path:

@@ -93,7 +93,14 @@ _BRANCHES: tuple[dict[str, tuple[int | str, ...]], ...] = (
     {**_PLAIN, "schedule": ("page_grid",), "splits": (0,), "programs_per_sm": (0,), "num_stages": (1,)},
     {**_PLAIN, "schedule": ("split",), "programs_per_sm": (0,)},
     {**_PLAIN, "schedule": ("persistent", "hybrid"), "splits": (0,)},
-    {**_RING, "schedule": ("split",), "splits": (1,), "programs_per_sm": (0,)},
+    {
+        **_RING,
+        "schedule": ("split",),
+        "load": ("tma",),
+        "splits": (1,),
+        "programs_per_sm": (0,),
+        "num_stages": (2, 3, 4),
+    },
     {**_RING, "schedule": ("hybrid",), "splits": (0,)},
 )
 
@@ -122,8 +129,7 @@ class Indexer(Op[IndexerProblem, IndexerCall]):
         return IndexerProblem(rows=rows, silicon=silicon, **options)
 
     def problem_from_json(self, data: dict[str, Any]) -> IndexerProblem:
-        values = {k: v for k, v in data.items() if k not in ("op", "silicon")}
-        return IndexerProblem(silicon=Silicon(**data["silicon"]), **values)
+        return IndexerProblem.from_json(data)
 
     def width(self, max_context: int, draft_tokens: int) -> int:
         """SGLang's page table spans the context, 4 spare tokens and the draft tokens, in pages of 256 tokens.
@@ -168,12 +174,13 @@ class Indexer(Op[IndexerProblem, IndexerCall]):
         return Space(parameters, lambda config: refuse(problem, device, config), _BRANCHES)
 
     def default(self, problem: IndexerProblem, device: Device) -> Config:
-        """On sm_90 the config that won at 1, 16 and 64 rows on an H200; elsewhere the plain template's."""
+        """On sm_90 what won on an H200, at 1, 16 and 64 rows and for prompts; elsewhere the plain template's."""
         plain = self._plain_default(problem, device)
-        ring = plain.with_(dialect="gluon", num_stages=4, refill="early", page_ahead=2)
-        if problem.silicon.arch == 90 and plain["schedule"] == "hybrid" and refuse(problem, device, ring) is None:
-            return ring
-        return plain
+        if plain["schedule"] == "hybrid":
+            ring = plain.with_(dialect="gluon", num_stages=4, refill="early", page_ahead=2)
+        else:
+            ring = plain.with_(dialect="gluon", num_stages=3, refill="late", page_ahead=1)
+        return ring if problem.silicon.arch == 90 and refuse(problem, device, ring) is None else plain
 
     def _plain_default(self, problem: IndexerProblem, device: Device) -> Config:
         scan = problem.rows <= MAX_SCANNED_ROWS
@@ -205,6 +212,9 @@ class Indexer(Op[IndexerProblem, IndexerCall]):
         )
 
     # -- render, compile, launch --------------------------------------------------------------------------------
+
+    def template(self, config: Config) -> str:
+        return "indexer_prompt.gluon.py.j2" if _prompt(config) else super().template(config)
 
     def template_values(self, problem: IndexerProblem, config: Config) -> dict[str, Any]:
         ceil = 1 << (problem.rows - 1).bit_length()
@@ -248,7 +258,7 @@ class Indexer(Op[IndexerProblem, IndexerCall]):
             else:
                 # A whole number of programs a row, and no more than the row has pages.
                 programs = problem.rows * max(1, min(resident // problem.rows, width // problem.page_size))
-        if config["dialect"] == "gluon":
+        if config["dialect"] == "gluon" and schedule == "hybrid":
             return Plan((Launch("kernel", (problem.rows, programs // problem.rows, 1)),))
         return Plan((Launch("kernel", (programs, 1, 1)),))
 
@@ -428,12 +438,18 @@ def refuse(problem: IndexerProblem, device: Device, config: Config) -> Refusal:
         if config["operand_order"] != "kq" or heads < problem.heads or stages not in (1, 3):
             return "block-scaled: tokens as rows, all heads at once, 3 stages"
     # Buffers of the pipeline and one of the queries; the compiler's own figure is held against the limit again.
-    need = stages * block_t * problem.head_dim + (2 if gluon else 1) * problem.heads * problem.head_dim
+    queries = 2 if gluon and not _prompt(config) else 1
+    need = stages * block_t * problem.head_dim + queries * problem.heads * problem.head_dim
     if need > problem.silicon.shared_bytes:
         return f"about {need} B of shared memory are more than the {problem.silicon.shared_bytes} B of {device.name}"
     if per_sm * (need + KB) > device.sm_shared_bytes:
         return f"{per_sm} programs of about {need} B don't fit the {device.sm_shared_bytes} B of an SM"
     return None
+
+
+def _prompt(config: Config) -> bool:
+    """Whether the Gluon template for prompts renders this config."""
+    return config["dialect"] == "gluon" and config["schedule"] == "split"
 
 
 def _four_warp_mma(problem: IndexerProblem) -> bool:
@@ -448,7 +464,9 @@ def _refuse_gluon(problem: IndexerProblem, config: Config) -> Refusal:
     if problem.clean or problem.heads != 64:
         return "the Gluon template serves 64 heads and leaves dead columns alone"
     if config["schedule"] not in ("hybrid", "split") or config.int("splits") > 1:
-        return "the Gluon template has the hybrid schedule, and one program a row (split)"
+        return "the Gluon templates have the hybrid schedule, and one program a row (split)"
+    if _prompt(config) and (arch != 90 or config["load"] != "tma"):
+        return f"the Gluon template for prompts has wgmma and TMA loads only (sm_90); sm_{arch} takes the plain one"
     if problem.rows > MAX_GLUON_ROWS and config["schedule"] == "hybrid":
         return f"{problem.rows} rows: the Gluon scan serves up to {MAX_GLUON_ROWS}"
     if config.int("block_t") > problem.page_size or config.int("heads_per_step") < problem.heads:
@@ -459,8 +477,8 @@ def _refuse_gluon(problem: IndexerProblem, config: Config) -> Refusal:
         return "the Gluon template takes 4 warps, or 8 without wgmma"
     if config["refill"] == "auto" or config["page_ahead"] == 0:
         return "Gluon names refill and page_ahead"
-    if config.int("num_stages") < (4 if config["refill"] == "early" else 3):
-        return "Gluon's ring needs 3 buffers, 4 with early refill"
+    if config.int("num_stages") < (2 if _prompt(config) else 3) + (config["refill"] == "early"):
+        return "Gluon's ring needs 3 buffers (2 for prompts), and one more with early refill"
     return None
 
 

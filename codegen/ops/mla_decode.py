@@ -122,8 +122,7 @@ class MlaDecode(Op[MlaDecodeProblem, MlaDecodeCall]):
         }
 
     def problem_from_json(self, data: dict[str, Any]) -> MlaDecodeProblem:
-        values = {k: v for k, v in data.items() if k not in ("op", "silicon")}
-        return MlaDecodeProblem(silicon=Silicon(**data["silicon"]), **values)
+        return MlaDecodeProblem.from_json(data)
 
     def width(self, max_context: int, draft_tokens: int) -> int:
         """Columns of the c128 cache's indices, two for each column of the page table, in whole 64s.

@@ -35,7 +35,7 @@ def test_every_default_fits_its_target(indexer: Indexer, target: str, rows: int)
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["sm_89", "sm_90", "sm_120", "sm_121"])
 @pytest.mark.parametrize("rows", [64, 700, 4096])
-def test_the_gluon_template_compiles_without_spills(indexer: Indexer, target: str, rows: int) -> None:
+def test_the_gluon_templates_compile_without_spills(indexer: Indexer, target: str, rows: int) -> None:
     card = devices.named(target=target)
     problem = indexer.problem(rows, card.silicon)
     seen = set()
@@ -46,7 +46,8 @@ def test_the_gluon_template_compiles_without_spills(indexer: Indexer, target: st
             report = compile_config(indexer, problem, config).report
             assert report.spill_bytes == 0 and report.native_fp8, (config, report)
             assert report.refusal(card.silicon) is None
-    assert len(seen) >= (4 if target == "sm_90" else 2)
+    # For prompts only sm_90 has one, which loads by TMA.
+    assert len(seen) >= (2 if target == "sm_90" else 0) + (2 if rows == 64 else 0)
 
 
 def test_too_much_shared_memory_is_refused_with_the_number(

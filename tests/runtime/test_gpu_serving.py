@@ -74,10 +74,10 @@ def decision(wanted: Wanted, card: Device) -> Decision:
         resources=any_resources(),
         score=0.9,
     )
-    book = Book(card.silicon)
+    book = Book(card.silicon, pytest.fail)
     from dsv4tune.tuned.records import Entry
 
-    book.add([Found(Entry.of(trial), "test")], pytest.fail)
+    book.add([Found(Entry.of(trial), "test")])
     return book.choose(wanted.problem, wanted.width, rules(card))
 
 

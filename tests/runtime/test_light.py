@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -50,7 +51,8 @@ def test_a_start_without_an_entry_is_short(database: Path) -> None:
 
     for rows in (1, 2, 4):
         serving.write_entry(database, rows=rows)
-    wanted = server(1 << 20).wanted(serving.DEVICES["rtx-5090"].silicon, ("indexer", "mla_decode"))
+    unknown = dataclasses.replace(serving.DEVICES["rtx-5090"].silicon, sm_count=160)
+    wanted = server(1 << 20).wanted(unknown, ("indexer", "mla_decode"))
     assert len(wanted) == 208
     rules = startup.rules_here("measured", wanted[0].problem.silicon, {"indexer": "tilelang"})
     startup.choose(wanted, rules, database, pytest.fail)

@@ -81,11 +81,11 @@ def unpicklable() -> object:
 def hoard() -> None:
     held = []
     while True:
-        held.append(bytearray(os.urandom(1 << 20) * 32))
+        held.append(b"x" * (32 << 20))
 
 
 def keep() -> None:
-    _kept.append(bytearray(os.urandom(1 << 20) * 300))
+    _kept.append(b"x" * (300 << 20))
 
 
-_kept: list[bytearray] = []
+_kept: list[bytes] = []

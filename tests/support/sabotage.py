@@ -18,7 +18,7 @@ from dsv4tune.tools.executor import Poisoned
 from dsv4tune.tools.measure import Measured, Timing
 
 _ORDERS = "TEST_ORDERS"
-_held: list[bytearray] = []
+_held: list[bytes] = []
 
 
 def orders(given: Mapping[Config, str]) -> dict[str, str]:
@@ -30,6 +30,10 @@ def order(config: Config) -> str:
     return str(json.loads(os.environ[_ORDERS]).get(config.key, ""))
 
 
+def import_job() -> None:
+    pass
+
+
 def compile_job(problem: Any, config: Config) -> tuple[str, Report]:
     match order(config):
         case "hang in compile":
@@ -38,7 +42,7 @@ def compile_job(problem: Any, config: Config) -> tuple[str, Report]:
             ctypes.string_at(0)
         case "hoard in compile":
             while True:
-                _held.append(bytearray(os.urandom(1 << 20) * 64))
+                _held.append(b"x" * (64 << 20))
     return "0" * 64, Report(**RESOURCES.model_dump())
 
 
@@ -57,7 +61,7 @@ def device_job(setup: Any, config: Config, baseline: str | None) -> Measured:
         case "raise":
             raise RuntimeError("no kernel image is available")
         case "leak":
-            _held.append(bytearray(os.urandom(1 << 20) * 512))
+            _held.append(b"x" * (128 << 20))
     # Its own process as a warning, so that a test sees who measured what.
     times = {n: Timing(10.0, 0.01) for n in setup.profile.lengths}
     return Measured(Verdict(1e-7), times, (f"process {os.getpid()}",))

@@ -16,7 +16,7 @@ from dsv4tune.codegen.ops.indexer import Indexer, IndexerProblem
 from dsv4tune.tools import cli, emulate
 from dsv4tune.tools.emulate import Candidate, Emulated
 from dsv4tune.tools.executor import Answer
-from dsv4tune.tuned.store import Store
+from dsv4tune.tuned.store import Filter, Store
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_what_is_right_is_kept_as_a_prediction(
     arguments = ["emulate", "--target", "sm_120", "--rows", "1,64", "--keep", str(path)]
     assert CliRunner().invoke(cli.app, arguments).exit_code == 1
     store = Store(path, create=False)
-    (key,) = store.problems("indexer")
+    (key,) = store.problems(Filter("indexer"))
     best = store.best(key)
     assert best is not None and "rows=1 " in key
     assert (best.checked_by, best.provenance, best.error) == ("emulation", "predicted", 1e-7)

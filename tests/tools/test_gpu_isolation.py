@@ -57,6 +57,7 @@ def test_each_costs_one_trial(indexer: Indexer, monkeypatch: pytest.MonkeyPatch)
     trials: list[Trial] = []
     started = time.monotonic()
     try:
+        pools.warm()
         # A good one goes between every two, and in the end: what is left behind would show.
         first = [config for pair in zip(orders, small[len(orders) :], strict=False) for config in pair]
         result = search(Proposer(space, "grid", 0, first), Evaluation(setup, pools, None), trials.append, 16, None)

@@ -24,7 +24,7 @@ from dsv4tune.tuned.records import Trial
 
 pytestmark = pytest.mark.slow
 
-LIMIT_S = 3.0
+LIMIT_S = 5.0
 
 
 @pytest.fixture
@@ -40,17 +40,18 @@ def space(setup: Setup) -> Space:
 
 @pytest.fixture(autouse=True)
 def sabotaged(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("compile_job", "device_job", "session_job"):
+    for name in ("import_job", "compile_job", "device_job", "session_job"):
         monkeypatch.setattr(evaluate, name, getattr(sabotage, name))
 
 
 def run(setup: Setup, space: Space, orders: Mapping[Config, str], trials: int) -> list[Trial]:
     """A search by two compilers and two cards."""
-    how: dict[str, Any] = {"environment": sabotage.orders(orders), "prepare_s": 60, "memory": 2 << 30}
+    how: dict[str, Any] = {"environment": sabotage.orders(orders), "prepare_s": 60, "memory": 1 << 30}
     judges = Pool(2, LIMIT_S, **how, seats=[Seat(card="card 0"), Seat(card="card 1")])
     pools = Pools(Pool(2, LIMIT_S, **how), judges, on_gpu=True)
     finished: list[Trial] = []
     try:
+        pools.warm()
         proposer = Proposer(space, "grid", 0, list(orders))
         result = search(proposer, Evaluation(setup, pools, None), finished.append, trials, None)
         assert result.status == "complete"
@@ -63,7 +64,7 @@ def run(setup: Setup, space: Space, orders: Mapping[Config, str], trials: int) -
 EXPECTED = {
     "hang in compile": ("timeout", "compile: no answer in "),
     "crash in compile": ("failed", "compile: its process ended with signal SIGSEGV"),
-    "hoard in compile": ("failed", "compile: took more than 2 GiB of memory"),
+    "hoard in compile": ("failed", "compile: took more than 1 GiB of memory"),
     "hang": ("timeout", "no answer in "),
     "crash": ("failed", "its process ended with signal SIGSEGV"),
     "poison": ("failed", "device fault: an illegal memory access"),
@@ -77,9 +78,10 @@ def test_each_costs_one_trial(setup: Setup, space: Space) -> None:
     trials = run(setup, space, orders, 24)
     assert len({Config(t.config) for t in trials}) == len(trials) == 24
     for trial in trials:
-        status, reason = EXPECTED.get(orders.get(Config(trial.config), ""), ("ok", ""))
-        assert trial.status == status and trial.reason.startswith(reason), trial
-        if "hang" in trial.reason:
+        order = orders.get(Config(trial.config), "")
+        status, reason = EXPECTED.get(order, ("ok", ""))
+        assert (trial.status, trial.reason[: len(reason)]) == (status, reason), (order, trial)
+        if trial.status == "timeout":
             assert trial.compile_seconds + trial.judge_seconds < 2 * LIMIT_S
     # Every card measured, and a process saw one card only.
     where = {trial.card for trial in trials if not trial.reason.startswith("compile")}

@@ -19,7 +19,7 @@ from dsv4tune.tools.cli import app
 from dsv4tune.tools.evaluate import Pools
 from dsv4tune.tools.executor import Answer
 from dsv4tune.tools.measure import PeerTimes, Setup
-from dsv4tune.tools.tune import _baseline, _fitting
+from dsv4tune.tools.tune import _fitting, timed_baseline
 from dsv4tune.tools.workers import Pool
 
 
@@ -56,7 +56,7 @@ def test_a_server_kernel_that_is_not_installed_is_no_baseline(setup: Setup) -> N
         assert function is measure.peer_job
         return Answer(None, "ok", PeerTimes("ModuleNotFoundError: No module named 'deep_gemm'"))
 
-    baseline, references = _baseline(setup, pools(missing), said.append)
+    baseline, references = timed_baseline(setup, pools(missing), said.append)
     assert baseline is None and references["deep_gemm"]["install"] == peers.PEERS["deep_gemm"].install
     assert len(said) == 1 and "Install it with: pip install" in said[0]
 
@@ -69,7 +69,7 @@ def test_the_baseline_is_the_servers_even_where_a_reference_is_faster(setup: Set
         return Answer(None, "ok", PeerTimes(None, f"{name} 1", {n: us for n in setup.profile.lengths}, 1e-4))
 
     said: list[str] = []
-    baseline, references = _baseline(setup, pools(timed), said.append)
+    baseline, references = timed_baseline(setup, pools(timed), said.append)
     assert baseline is not None and baseline.name == "deep_gemm" and baseline.times_us[128] == 4.0
     assert references["tilelang"]["version"] == "tilelang 1"
     assert references["torch_sm120"]["missing"] == "device fault" and said == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,9 @@ from dsv4tune.codegen import ops
 from dsv4tune.codegen.devices import DEVICES
 from dsv4tune.codegen.ops.indexer import refuse
 from dsv4tune.codegen.space import Config
-from dsv4tune.tuned.reader import usable_entries
+from dsv4tune.tuned.reader import Stored
 from dsv4tune.tuned.records import Baseline, Entry, Environment, Range
-from dsv4tune.tuned.selector import Book, Decision, Found, Policy, Rules
+from dsv4tune.tuned.selector import Book, Decision, Found, Policy, Rules, family
 from dsv4tune.tuned.store import Store
 
 CARD = serving.CARD
@@ -53,9 +54,9 @@ def entry(rows: int, score: float = 0.9, config: Config = CONFIG, **changes: Any
 
 
 def choose(rows: int, *entries: Entry | Found, policy: Policy = "measured", width: int = WIDTH) -> Decision:
-    book = Book(CARD.silicon)
+    book = Book(CARD.silicon, pytest.fail)
     found = [one if isinstance(one, Found) else Found(one, "mine.db") for one in entries]
-    book.add(found, pytest.fail)
+    book.add(found)
     return book.choose(serving.problem_of("indexer", rows), width, rules(policy))
 
 
@@ -83,6 +84,19 @@ def test_neighbours_are_the_nearest_that_were_tried() -> None:
     found = choose(12, entry(8), entry(16, 1.1), entry(32))
     assert found.entry is None and found.why == "no one config is usable at both 8 and 16 rows"
     assert "not faster than tilelang" in str(found.considered[0])
+
+
+def test_predictions_don_t_stand_between_measurements() -> None:
+    """As the shipped ones would, for whoever has searched for other rows on the card."""
+    guess = {"provenance": "predicted", "baseline": None, "yardstick": "byte floor"}
+    guesses = [Found(entry(rows, 1.5, OTHER, **guess), "shipped") for rows in (1, 12, 16, 64)]
+    for rows in (12, 13):
+        found = choose(rows, entry(8), entry(32), *guesses)
+        assert found.entry is not None and found.why == "the same config at 8 and 32 rows"
+    assert choose(64, entry(8), entry(32), *guesses).why.startswith("predicted, not measured")
+    assert choose(48, entry(8), entry(32), *guesses).why == "entries are for 8, 32 rows, which don't enclose these"
+    assert choose(13, *guesses).why.startswith("predicted, not measured")
+    assert choose(13, *guesses, policy="predicted").entry is not None
 
 
 def test_configs_that_differ_serve_nothing_between_them() -> None:
@@ -136,8 +150,8 @@ def test_silicon_decides_and_names_inform() -> None:
     known = entry(8)
     renamed = known.model_copy(update={"device": known.device.model_copy(update={"name": "RTX PRO 6000 Max-Q"})})
     assert choose(8, renamed).entry is not None
-    book = Book(DEVICES["rtx-5090"].silicon)
-    book.add([Found(entry(8), "mine.db")], pytest.fail)
+    book = Book(DEVICES["rtx-5090"].silicon, pytest.fail)
+    book.add([Found(entry(8), "mine.db")])
     problem = ops.get("indexer").problem(8, DEVICES["rtx-5090"].silicon)
     assert book.choose(problem, WIDTH, rules()).why == "no entry for this silicon"
 
@@ -152,6 +166,13 @@ def test_the_order_of_entries_decides_nothing(order: list[int]) -> None:
     assert [one.config for one in first] == [one.config for one in again]
 
 
+def usable(path: Path, tell: Any) -> list[Entry]:
+    """Every usable entry of the indexer on this card."""
+    of = family(serving.problem_of("indexer", 8))
+    with contextlib.closing(Stored(path, tell)) as stored:
+        return [entry for rows in stored.rows(of, True) for entry, _ in stored.entries(of, rows)]
+
+
 # -- the database -----------------------------------------------------------------------------------------------
 
 
@@ -163,7 +184,7 @@ def test_the_light_reader_reads_what_the_store_wrote(tmp_path: Path) -> None:
     store.add(make_trial(rows=8, status="wrong", score=None))
     store.add(make_trial(rows=8, device="h200"))
     lines: list[str] = []
-    found = usable_entries(path, "indexer", CARD.silicon, lines.append)
+    found = usable(path, lines.append)
     assert [(one.problem["rows"], one.score) for one in found] == [(8, 0.8), (16, 0.7)] and lines == []
     best = store.best(serving.problem_of("indexer", 8).key)
     assert best is not None and found[0] == Entry.of(best)
@@ -174,11 +195,11 @@ def test_reading_changes_nothing_and_creates_nothing(tmp_path: Path) -> None:
     serving.write_entry(path)
     path.chmod(0o444)
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
-    assert len(usable_entries(path, "indexer", CARD.silicon, pytest.fail)) == 1
+    assert len(usable(path, pytest.fail)) == 1
     after = {p.name: p.read_bytes() for p in tmp_path.iterdir() if not p.name.endswith(("-wal", "-shm"))}
     assert after == {name: text for name, text in before.items() if not name.endswith(("-wal", "-shm"))}
     lines: list[str] = []
-    assert usable_entries(tmp_path / "none.db", "indexer", CARD.silicon, lines.append) == []
+    assert usable(tmp_path / "none.db", lines.append) == []
     assert len(lines) == 1 and not (tmp_path / "none.db").exists()
 
 
@@ -189,7 +210,7 @@ def test_a_search_may_be_writing(tmp_path: Path) -> None:
     writer = sqlite3.connect(path, isolation_level=None)
     writer.execute("BEGIN IMMEDIATE")
     writer.execute("delete from trial")
-    assert len(usable_entries(path, "indexer", CARD.silicon, pytest.fail)) == 1
+    assert len(usable(path, pytest.fail)) == 1
     writer.rollback()
     writer.close()
 

@@ -2,34 +2,53 @@
 
 from __future__ import annotations
 
+from importlib import resources
 from pathlib import Path
 
 import pytest
 from fakes import make_problem, make_trial
 
 from dsv4tune.codegen import devices, ops
-from dsv4tune.codegen.devices import Device
-from dsv4tune.codegen.render import render
-from dsv4tune.tuned.selector import entry_for, shipped
+from dsv4tune.tuned import files, share
+from dsv4tune.tuned.selector import POLICIES, Book, Rules, entry_for
 from dsv4tune.tuned.store import Store
 
+CONFIGS = Path(str(resources.files("dsv4tune.tuned"))) / "configs"
+FILES = sorted(CONFIGS.glob("*/*.json"))
 
-@pytest.mark.parametrize("entry", shipped(), ids=lambda e: e.problem_key)
-def test_a_shipped_entry_is_one_that_this_version_would_render(entry: object) -> None:
-    from dsv4tune.tuned.records import Entry
 
-    assert isinstance(entry, Entry)
-    op, problem = ops.get(str(entry.problem["op"])), ops.problem_from_json(entry.problem)
-    assert problem.key == entry.problem_key
-    card = Device(entry.device.name, problem.silicon, 233_472, entry.device.l2_bytes, 1.0, "test")
-    config = op.space(problem, card).check(entry.config)
-    assert render(op, problem, config).sha == entry.source_sha
-    assert entry.resources.shared_bytes <= problem.silicon.shared_bytes
-    # Attention multiplies in bf16.
-    assert entry.resources.native_fp8 or op.name == "mla_decode"
-    assert 0 <= entry.error <= {"indexer": 1e-3, "mla_decode": 3e-3}[op.name]
-    if entry.provenance == "measured":
-        assert entry.baseline is not None and entry.score < 1.0 and entry.checked_by == "gpu"
+@pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}/{file.name}")
+def test_a_shipped_file_is_one_that_could_be_imported(file: Path) -> None:
+    """In its format, its bounds and its place, and of kernels that this version renders."""
+    card = devices.DEVICES[file.parent.name]
+    with files.opened(str(file)) as sources:
+        entries = list(share.trusted(sources[0]))
+    assert entries and len({entry.problem_key for entry in entries}) == len(entries)
+    for entry in entries:
+        assert entry.problem["op"] == file.stem and ops.problem_from_json(entry.problem).silicon == card.silicon
+        # Attention multiplies in bf16.
+        assert entry.resources.native_fp8 or file.stem == "mla_decode"
+        assert entry.error <= {"indexer": 1e-3, "mla_decode": 3e-3}[file.stem]
+        if entry.provenance == "measured":
+            assert entry.baseline is not None and entry.score < 1.0
+        else:
+            assert entry.device.name == card.name and entry.resources.spill_bytes == 0
+            assert entry.yardstick == "byte floor"
+
+
+def test_no_other_files_lie_there() -> None:
+    found = {path for path in CONFIGS.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+    assert found == {*FILES, CONFIGS / "__init__.py"}
+
+
+@pytest.mark.parametrize("device", ["rtx-pro-6000", "rtx-5090", "gb10", "rtx-4090", "b200"])
+def test_what_is_only_predicted_says_so_and_no_server_takes_it_by_itself(device: str) -> None:
+    problem = ops.get("indexer").problem(64, devices.DEVICES[device].silicon)
+    found = entry_for(problem, None)
+    assert found is not None and found.provenance == "predicted"
+    book = Book.read(problem.silicon, None, pytest.fail)
+    decisions = [book.choose(problem, 262_208, Rules(policy, {}, "3.9.0", "13.0")) for policy in POLICIES]
+    assert [decision.entry is not None for decision in decisions] == [policy == "predicted" for policy in POLICIES]
 
 
 def test_the_h200_has_entries() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import multiprocessing
 import os
 import random
+import resource
 import signal
 import sqlite3
 import stat
@@ -16,10 +19,15 @@ from typing import Any
 import pytest
 from fakes import make_trial
 from pydantic import ValidationError
+from sqlite_utils import Database
 
+from dsv4tune.codegen import ops
 from dsv4tune.codegen.space import Config
+from dsv4tune.tuned import reader
 from dsv4tune.tuned import store as store_module
-from dsv4tune.tuned.records import Baseline, Range, Trial
+from dsv4tune.tuned.reader import Stored
+from dsv4tune.tuned.records import Baseline, Entry, Range, Trial
+from dsv4tune.tuned.selector import family
 from dsv4tune.tuned.store import Store, StoreError
 
 
@@ -265,4 +273,153 @@ def test_kill_9_loses_no_finished_trial(path: Path) -> None:
         # One more may have been committed and not told.
         assert finished <= held <= finished + 1
         finished = held
+    assert sqlite3.connect(path).execute("pragma integrity_check").fetchone() == ("ok",)
+
+
+# -- a disk that is full, a schema that is older ------------------------------------------------------------------
+
+
+def _fill(path: Path, limit: int) -> None:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    store = Store(path)
+    store.add(make_trial())
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    try:
+        while True:
+            store.add(make_trial())
+    except StoreError as error:
+        os._exit(7 if "can't write" in str(error) and "what it holds is kept" in str(error) else 1)
+
+
+def test_a_full_disk_is_one_line_and_loses_nothing(path: Path) -> None:
+    process = multiprocessing.get_context("fork").Process(target=_fill, args=(path, 300_000))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 7
+    held = sqlite3.connect(path).execute("select count(*) from trial").fetchone()[0]
+    store = Store(path)
+    store.add(make_trial())
+    assert store.notes == [] and store.total() == held + 1 > 2
+    assert sqlite3.connect(path).execute("pragma integrity_check").fetchone() == ("ok",)
+
+
+def _first_schema(path: Path) -> Trial:
+    """A database as the first schema had it; its one trial."""
+    trial = make_trial()
+    data = trial.model_dump(mode="json")
+    db = Database(path)
+    store_module.migrations.apply(db, stop_before="m002_sharing")
+    db.table("device").insert({"capability": "12.0", "json": json.dumps(data["device"])})
+    db.table("environment").insert({"json": json.dumps(data["environment"])})
+    problem = json.dumps(data["problem"], sort_keys=True, separators=(",", ":"))
+    db.table("problem").insert({"key": trial.problem_key, "op": "indexer", "rows": 64, "json": problem})
+    rest = ("times_us", "spread", "baseline", "error", "checked_by", "resources", "seed", "finished_at")
+    db.table("trial").insert(
+        {
+            **{name: data[name] for name in ("source_sha", "status", "provenance", "score", "yardstick")},
+            **{"problem_id": 1, "device_id": 1, "environment_id": 1, "width": trial.range.width},
+            "config": json.dumps(data["config"]),
+            "range": json.dumps(data["range"]),
+            "json": json.dumps({name: data[name] for name in rest}),
+        }
+    )
+    db.close()
+    return trial
+
+
+def test_an_older_schema_is_read_by_a_server_and_migrated_by_a_search(path: Path) -> None:
+    trial = _first_schema(path)
+    before = path.read_bytes()
+    of = family(ops.problem_from_json(trial.problem))
+
+    def served() -> list[tuple[Entry, bool]]:
+        with contextlib.closing(Stored(path, pytest.fail)) as stored:
+            assert stored.rows(of, True) == [64] and stored.rows(of, False) == []
+            assert stored.nearest(of, 65, -1, True) == [64] and stored.nearest(of, 64, 1, True) == []
+            return stored.entries(of, 64)
+
+    assert served() == [(Entry.of(trial), False)] and path.read_bytes() == before
+    with pytest.raises(StoreError, match=r"older schema.*prune"):
+        Store(path, create=False)
+    store = Store(path)
+    assert store.best(trial.problem_key) == trial and list(store.trials()) == [trial]
+    assert served() == [(Entry.of(trial), False)]
+
+
+def test_a_migration_happens_whole_or_not_at_all(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trial = _first_schema(path)
+
+    def schema() -> list[Any]:
+        return sqlite3.connect(path).execute("select sql from sqlite_master order by name").fetchall()
+
+    before = schema()
+    last = store_module.migrations._migrations[-1]
+    migrate = last.fn
+
+    def fails(db: Any) -> None:
+        migrate(db)
+        raise sqlite3.OperationalError("disk I/O error")
+
+    monkeypatch.setattr(last, "fn", fails)
+    with pytest.raises(StoreError, match="can't write"):
+        Store(path)
+    assert schema() == before
+    monkeypatch.setattr(last, "fn", migrate)
+    assert list(Store(path).trials()) == [trial]
+
+
+# -- a million trials -------------------------------------------------------------------------------------------
+
+
+def _plan(path: Path, query: str, values: dict[str, Any]) -> str:
+    connection = sqlite3.connect(path)
+    return "\n".join(row[3] for row in connection.execute(f"explain query plan {query}", values))
+
+
+def test_what_is_asked_often_goes_through_an_index(path: Path) -> None:
+    store = Store(path)
+    store.add_all(make_trial(rows=rows) for rows in range(1, 40))
+    best = store._best_query(False)
+    store.close()
+    plan = _plan(path, best, {"key": make_trial().problem_key, "range": None})
+    # The losers are ranked by the index alone; the winner is looked up by its number.
+    assert "SEARCH trial USING COVERING INDEX trial_best (problem_id=?)" in plan
+    assert "SCAN trial" not in plan and "SEARCH t USING INTEGER PRIMARY KEY" in plan
+    plan = _plan(path, store_module.COUNTS, {"key": "", "range": ""})
+    assert "USING COVERING INDEX trial_range (problem_id=? AND range=?)" in plan
+    entries = reader.ENTRIES.format(family="p.family", imported="t.imported", others=reader._OTHERS)
+    plan = _plan(path, entries, {"family": "", "rows": 8})
+    assert "SEARCH p USING INDEX problem_family (family=? AND rows=?)" in plan
+    assert "SEARCH t USING INDEX trial_range (problem_id=?)" in plan
+    nearest = reader.NEAREST.format(family="p.family", beyond="< :rows", usable=reader.USABLE[False], order="desc")
+    plan = _plan(path, nearest, {"family": "", "rows": 8})
+    assert "SEARCH p USING COVERING INDEX problem_family (family=? AND rows<?)" in plan and "TEMP B-TREE" not in plan
+
+
+def _reads_and_writes(path: Path, writes: bool, until: float) -> None:
+    seen = 0
+    while time.monotonic() < until:
+        if writes:
+            store = Store(path)
+            store.add(make_trial())
+        else:
+            store = Store(path, create=False)
+            total = store.total()
+            assert store.best(make_trial().problem_key) is not None and total >= seen
+            seen = total
+        store.close()
+
+
+@pytest.mark.slow
+def test_eight_readers_and_four_writers(path: Path) -> None:
+    """For a minute in benchmarks/store_stress.py."""
+    Store(path).add(make_trial())
+    until = time.monotonic() + 2
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=_reads_and_writes, args=(path, n < 4, until)) for n in range(12)]
+    for p in processes:
+        p.start()
+    for p in processes:
+        p.join(60)
+    assert [p.exitcode for p in processes] == [0] * 12
     assert sqlite3.connect(path).execute("pragma integrity_check").fetchone() == ("ok",)

@@ -1,30 +1,34 @@
-"""Commands on what is stored: list, show, export."""
+"""Commands on what is stored: list, show."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from dsv4tune.tools.cli.options import (
     AsJson,
     Db,
-    Kernel,
+    NamedKernel,
+    OneDevice,
     OneKernel,
-    Target,
+    OneTarget,
+    Words,
     database,
-    fail,
     figures,
     one_line,
+    only,
     reading,
-    say,
 )
 
 
 def list_command(
-    kernel: Kernel = None,
+    kernel: OneKernel = None,
+    device: OneDevice = None,
+    target: OneTarget = None,
+    problem: Words = None,
+    rows: Annotated[int | None, typer.Option(help="Only this row count.")] = None,
     db: Db = None,
     as_json: AsJson = False,
 ) -> None:
@@ -34,11 +38,14 @@ def list_command(
     """
     from dsv4tune.tools import catalogue
 
-    rows = reading(lambda: catalogue.overview(database(db), kernel))
+    def read() -> list[dict[str, Any]]:
+        return list(catalogue.overview(database(db), only(kernel, device, target, problem, rows)))
+
+    found = reading(read)
     if as_json:
-        typer.echo(json.dumps(rows))
+        typer.echo(json.dumps(found))
         return
-    for row in rows:
+    for row in found:
         best = row["best"]
         over = f"width {row['problem']['range']['width']}"
         typer.echo(f"{row['problem']['key']}, {over}: {sum(row['trials'].values())} trials")
@@ -46,9 +53,11 @@ def list_command(
 
 
 def show_command(
-    kernel: OneKernel,
-    rows: Annotated[int, typer.Option(help="Rows of the problem.")],
-    target: Target = None,
+    kernel: NamedKernel,
+    rows: Annotated[int | None, typer.Option(help="Rows of the problem.")] = None,
+    device: OneDevice = None,
+    target: OneTarget = None,
+    problem: Words = None,
     db: Db = None,
     as_json: AsJson = False,
 ) -> None:
@@ -58,7 +67,7 @@ def show_command(
     """
     from dsv4tune.tools import catalogue
 
-    found = reading(lambda: catalogue.details(database(db), kernel, rows, target))
+    found = reading(lambda: catalogue.details(database(db), only(kernel, device, target, problem, rows)))
     if as_json:
         typer.echo(json.dumps(found[0] if len(found) == 1 else {"results": found}))
         return
@@ -76,33 +85,12 @@ def show_command(
         )
         e = one["environment"]
         typer.echo(f"  dsv4tune {e['dsv4tune']}, Triton {e['triton']}, ptxas {e['ptxas']}, torch {e['torch']}")
+        if one["imported"]:
+            typer.echo(f"  imported from {one['imported']}, not measured here")
         note = "" if one["source_is_current"] else " (not the text that was tried: this dsv4tune renders another)"
         for warning in one["warnings"]:
             typer.echo(f"  warning: {warning}")
         typer.echo(f"  source {one['source']}{note}")
 
 
-def export_command(
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="File to write [default: stdout]")] = None,
-    kernel: Kernel = None,
-    db: Db = None,
-) -> None:
-    """Write the best entries as reviewable JSON; the same database gives the same bytes.
-
-    Exit status: 0 written, also where entries were left out; 2 without a database or for bad input.
-    """
-    from dsv4tune.tools import catalogue
-
-    text, left_out = reading(lambda: catalogue.export(database(db), kernel))
-    for line in left_out:
-        say(line)
-    if output is None:
-        typer.echo(text, nl=False)
-        return
-    try:
-        catalogue.write_whole(output, text)
-    except OSError as error:
-        fail(f"can't write {output} ({error.strerror or error}): choose another file with -o")
-
-
-COMMANDS = {"list": list_command, "show": show_command, "export": export_command}
+COMMANDS = {"list": list_command, "show": show_command}

@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 from dsv4tune.codegen.space import Config
+
+if TYPE_CHECKING:
+    from dsv4tune.tuned.store import Filter
 
 
 def kernels() -> list[str]:
@@ -35,11 +39,11 @@ def devices() -> list[str]:
 Db = Annotated[
     Path | None, typer.Option("--db", help="SQLite database [default: $DSV4TUNE_DB, else the user's data folder]")
 ]
-Kernel = Annotated[
+OneKernel = Annotated[
     str | None,
     typer.Option("--kernel", autocompletion=kernels, help="Only this kernel: indexer or mla_decode."),
 ]
-OneKernel = Annotated[str, typer.Option("--kernel", autocompletion=kernels, help="Which one: indexer or mla_decode.")]
+NamedKernel = Annotated[str, typer.Option("--kernel", autocompletion=kernels, help="Which one: indexer or mla_decode.")]
 Target = Annotated[
     str | None,
     typer.Option("--target", autocompletion=targets, help="Compute capability, such as sm_120; needs no GPU."),
@@ -93,6 +97,20 @@ Cache = Annotated[
 ]
 Jobs = Annotated[int | None, typer.Option("--jobs", min=1, help="Compiler processes [default: one a core]")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing but the result and errors.")]
+OneTarget = Annotated[
+    str | None, typer.Option("--target", autocompletion=targets, help="Only this compute capability, such as sm_120.")
+]
+OneDevice = Annotated[
+    str | None,
+    typer.Option(
+        "--device", autocompletion=devices, help="Only the silicon of this card, such as rtx-pro-6000, or 'here'."
+    ),
+]
+Words = Annotated[
+    str | None,
+    typer.Option("--problem", help="Only problems with these words in their key: 'rows=64 heads=8'."),
+]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do it without showing first what would be done.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout; everything else goes to stderr.")]
 
 
@@ -115,6 +133,41 @@ def paint(text: str, colour: str) -> str:
 
 def given_options(**options: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
+
+
+def only(
+    kernel: str | None, device: str | None, target: str | None, words: str | None, rows: int | None = None
+) -> Filter:
+    """The problems that the filters of a command line mean.
+
+    Raises:
+        ValueError: an unknown kernel, device or target.
+    """
+    from dsv4tune.codegen import devices, ops
+    from dsv4tune.tuned.store import Filter
+
+    if kernel is not None:
+        ops.get(kernel)
+    if target is not None:
+        devices.named(target=target)
+    given: dict[str, Any] = {}
+    if device is not None:
+        card = devices.here() if device == "here" else devices.named(device, target)
+        if card is None:
+            raise ValueError("--device here: there is no GPU here")
+        silicon = card.silicon
+        target, given = silicon.target, {"sm_count": silicon.sm_count, "shared_bytes": silicon.shared_bytes}
+    return Filter(kernel, rows, target, words=tuple((words or "").split()), **given)
+
+
+def confirmed(question: str, yes: bool) -> bool:
+    """Whether to go on: --yes, or a person at a terminal who says so."""
+    if yes:
+        return True
+    if not sys.stdin.isatty():
+        say("nothing was written: --yes does it")
+        return False
+    return typer.confirm(question, err=True)
 
 
 def database(db: Path | None) -> Path:

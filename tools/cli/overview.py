@@ -16,8 +16,8 @@ from dsv4tune.tools.cli.options import (
     Db,
     Drafts,
     GpuMemory,
-    Kernel,
     Like,
+    OneKernel,
     Target,
     Tp,
     fail,
@@ -37,7 +37,7 @@ Benches = Annotated[
 def report_command(
     output: Annotated[Path, typer.Option("-o", "--output", help="File to write.")] = Path("report.html"),
     bench: Benches = None,
-    kernel: Kernel = None,
+    kernel: OneKernel = None,
     like: Like = None,
     gpu_memory: GpuMemory = None,
     context: Context = None,
@@ -55,7 +55,7 @@ def report_command(
     Exit status: 0 written, 2 for bad input or with nothing to show.
     """
     from dsv4tune.codegen import devices
-    from dsv4tune.tools.catalogue import write_whole
+    from dsv4tune.tuned.files import write_whole
 
     try:
         from dsv4tune.tools.report import budget, page
@@ -73,7 +73,7 @@ def report_command(
 
     text = reading(render)
     try:
-        write_whole(output, text)
+        write_whole(output, [text])
     except OSError as error:
         fail(f"can't write {output} ({error.strerror or error}): choose another file with -o")
     typer.echo(f"wrote {output}: open it in a browser")
@@ -153,7 +153,7 @@ def ab_command(
     Exit status: 0 measured, whatever came out; 2 for bad input or where a server or the benchmark failed.
     """
     from dsv4tune.tools import ab
-    from dsv4tune.tools.catalogue import write_whole
+    from dsv4tune.tuned.files import write_whole
 
     def run() -> dict[str, object]:
         if start is None and (off is None or on is None):
@@ -171,7 +171,7 @@ def ab_command(
         limit = read_duration(startup, "--startup")
         result = ab.compare(ab.Request(load, rounds, urls, start or "", limit, bench or ab.BENCHMARK, seed), say)
         if output is not None:
-            write_whole(output, json.dumps(result, indent=1) + "\n")
+            write_whole(output, [json.dumps(result, indent=1) + "\n"])
         return result
 
     result = reading(run)
