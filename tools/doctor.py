@@ -198,15 +198,15 @@ def _database(named: Path | None) -> Finding:
     try:
         store = Store(path, create=False)
         try:
-            trials = sum(1 for _ in store.trials())
-            problems = len(store.problems())
+            keys = store.problems()
+            trials = sum(sum(store.counts(key, over).values()) for key in keys for over in store.ranges(key))
         finally:
             store.close()
     except (StoreError, ValueError, OSError) as error:
         return Finding(
             "database", "broken", str(error), "a search sets a damaged file aside; or name another with --db"
         )
-    return Finding("database", "ok", f"{path}: {problems} problems, {trials} trials")
+    return Finding("database", "ok", f"{path}: {len(keys)} problems, {trials} trials")
 
 
 # -- what was tuned ---------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, name: str, major: int, minor: int, 
         L2_cache_size=1 << 26,
         memory_clock_rate=2_000_000,
         memory_bus_width=512,
+        total_memory=96 << 30,
     )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.version, "cuda", "13.0")

@@ -10,10 +10,10 @@ import typer
 from dsv4tune.tools.cli.options import (
     AsJson,
     Db,
-    Kernel,
+    NamedKernel,
+    OneDevice,
     OneKernel,
-    OnlyDevice,
-    OnlyTarget,
+    OneTarget,
     Words,
     database,
     figures,
@@ -24,9 +24,9 @@ from dsv4tune.tools.cli.options import (
 
 
 def list_command(
-    kernel: Kernel = None,
-    device: OnlyDevice = None,
-    target: OnlyTarget = None,
+    kernel: OneKernel = None,
+    device: OneDevice = None,
+    target: OneTarget = None,
     problem: Words = None,
     rows: Annotated[int | None, typer.Option(help="Only this row count.")] = None,
     db: Db = None,
@@ -53,10 +53,10 @@ def list_command(
 
 
 def show_command(
-    kernel: OneKernel,
+    kernel: NamedKernel,
     rows: Annotated[int | None, typer.Option(help="Rows of the problem.")] = None,
-    device: OnlyDevice = None,
-    target: OnlyTarget = None,
+    device: OneDevice = None,
+    target: OneTarget = None,
     problem: Words = None,
     db: Db = None,
     as_json: AsJson = False,

@@ -39,20 +39,11 @@ def devices() -> list[str]:
 Db = Annotated[
     Path | None, typer.Option("--db", help="SQLite database [default: $DSV4TUNE_DB, else the user's data folder]")
 ]
-Kernel = Annotated[
+OneKernel = Annotated[
     str | None,
     typer.Option("--kernel", autocompletion=kernels, help="Only this kernel: indexer or mla_decode."),
 ]
-OnlyTarget = Annotated[str | None, typer.Option("--target", help="Only this compute capability, such as sm_120.")]
-OnlyDevice = Annotated[
-    str | None, typer.Option("--device", help="Only the silicon of this card, such as rtx-pro-6000, or 'here'.")
-]
-Words = Annotated[
-    str | None,
-    typer.Option("--problem", help="Only problems with these words in their key: 'rows=64 heads=8'."),
-]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do it without showing first what would be done.")]
-OneKernel = Annotated[str, typer.Option("--kernel", autocompletion=kernels, help="Which one: indexer or mla_decode.")]
+NamedKernel = Annotated[str, typer.Option("--kernel", autocompletion=kernels, help="Which one: indexer or mla_decode.")]
 Target = Annotated[
     str | None,
     typer.Option("--target", autocompletion=targets, help="Compute capability, such as sm_120; needs no GPU."),
@@ -106,6 +97,20 @@ Cache = Annotated[
 ]
 Jobs = Annotated[int | None, typer.Option("--jobs", min=1, help="Compiler processes [default: one a core]")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing but the result and errors.")]
+OneTarget = Annotated[
+    str | None, typer.Option("--target", autocompletion=targets, help="Only this compute capability, such as sm_120.")
+]
+OneDevice = Annotated[
+    str | None,
+    typer.Option(
+        "--device", autocompletion=devices, help="Only the silicon of this card, such as rtx-pro-6000, or 'here'."
+    ),
+]
+Words = Annotated[
+    str | None,
+    typer.Option("--problem", help="Only problems with these words in their key: 'rows=64 heads=8'."),
+]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do it without showing first what would be done.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout; everything else goes to stderr.")]
 
 

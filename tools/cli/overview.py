@@ -16,8 +16,8 @@ from dsv4tune.tools.cli.options import (
     Db,
     Drafts,
     GpuMemory,
-    Kernel,
     Like,
+    OneKernel,
     Target,
     Tp,
     fail,
@@ -37,7 +37,7 @@ Benches = Annotated[
 def report_command(
     output: Annotated[Path, typer.Option("-o", "--output", help="File to write.")] = Path("report.html"),
     bench: Benches = None,
-    kernel: Kernel = None,
+    kernel: OneKernel = None,
     like: Like = None,
     gpu_memory: GpuMemory = None,
     context: Context = None,

@@ -19,8 +19,8 @@ from dsv4tune.tools.cli.options import (
     GpuMemory,
     Heads,
     Jobs,
-    Kernel,
     Like,
+    NamedKernel,
     OneKernel,
     OneTp,
     Quiet,
@@ -73,7 +73,7 @@ def _site(executor: Where, gpus: str | None) -> Site:
 
 
 def search_command(
-    kernel: Kernel = None,
+    kernel: OneKernel = None,
     like: Like = None,
     gpu_memory: GpuMemory = None,
     target: Target = None,
@@ -177,7 +177,7 @@ def search_command(
 
 
 def bench_command(
-    kernel: OneKernel,
+    kernel: NamedKernel,
     peers: Annotated[str, typer.Option(help="Other people's kernels beside it: all, none or names.")] = "all",
     shapes: Annotated[
         str,
@@ -230,7 +230,7 @@ def emulate_command(
         str,
         typer.Option(autocompletion=targets, help="Compute capability whose code is run, such as sm_120."),
     ],
-    kernel: OneKernel = "indexer",
+    kernel: NamedKernel = "indexer",
     rows: Rows = "1,16,64",
     heads: Heads = None,
     tp: OneTp = None,

@@ -122,7 +122,9 @@ class _Found:
 
 
 def sections(path: Path | None, benches: Sequence[Bench], kernel: str | None, say: Say) -> list[Section]:
-    """Everything that is known, by kernel and card; those with trials of the user's own go first.
+    """What is known, by kernel and card; those with trials of the user's own go first.
+
+    With a database of one's own, other cards' shipped entries are left out.
 
     Args:
         path: the database, None for none.
@@ -144,8 +146,12 @@ def sections(path: Path | None, benches: Sequence[Bench], kernel: str | None, sa
         for one in _stored(path, kernel):
             known.add((one.problem.key, one.best.provenance if one.best is not None else ""))
             add(one)
+    cards = {_silicon(group.device) for group in grouped.values()}
+    benched = {bench.device for bench in benches}
     for entry in shipped():
-        if (kernel is None or entry.problem["op"] == kernel) and (entry.problem_key, "measured") not in known:
+        asked = kernel is None or entry.problem["op"] == kernel
+        near = not cards or _silicon(entry.device) in cards or entry.device.name in benched
+        if asked and near and (entry.problem_key, "measured") not in known:
             problem = ops.problem_from_json(entry.problem)
             add(Studied(problem, entry.range, entry.device, (), entry, "shipped with dsv4tune"))
     found = []
@@ -157,6 +163,10 @@ def sections(path: Path | None, benches: Sequence[Bench], kernel: str | None, sa
         if not any(bench in section.benches for section in found):
             say(f"{bench.path} is of {bench.kernel} on {bench.device}, of which nothing else is known: left out")
     return sorted(found, key=lambda section: (-section.trials, section.kernel, section.device.name))
+
+
+def _silicon(device: DeviceRecord) -> tuple[str, int, int]:
+    return device.capability, device.sm_count, device.shared_bytes
 
 
 def _stored(path: Path, kernel: str | None) -> Iterator[Studied]:
@@ -171,7 +181,8 @@ def _stored(path: Path, kernel: str | None) -> Iterator[Studied]:
                 best = store.best(key, first.range)
                 entry = Entry.of(best) if best is not None else None
                 problem = ops.problem_from_json(first.problem)
-                yield Studied(problem, first.range, (best or first).device, tuple(trials), entry, str(path))
+                origin = f"{path}, imported from {best.imported}" if best is not None and best.imported else str(path)
+                yield Studied(problem, first.range, (best or first).device, tuple(trials), entry, origin)
     finally:
         store.close()
 
