@@ -11,9 +11,9 @@ import typer
 from dsv4tune.tools.cli.options import (
     AsJson,
     Db,
-    Kernel,
-    OnlyDevice,
-    OnlyTarget,
+    OneDevice,
+    OneKernel,
+    OneTarget,
     Words,
     Yes,
     confirmed,
@@ -33,9 +33,9 @@ def export_command(
     output: Annotated[
         str | None, typer.Option("-o", "--output", help="File or fsspec URL to write [default: stdout]")
     ] = None,
-    kernel: Kernel = None,
-    device: OnlyDevice = None,
-    target: OnlyTarget = None,
+    kernel: OneKernel = None,
+    device: OneDevice = None,
+    target: OneTarget = None,
     problem: Words = None,
     db: Db = None,
 ) -> None:
@@ -63,9 +63,9 @@ def export_command(
 
 def import_command(
     place: Place,
-    kernel: Kernel = None,
-    device: OnlyDevice = None,
-    target: OnlyTarget = None,
+    kernel: OneKernel = None,
+    device: OneDevice = None,
+    target: OneTarget = None,
     problem: Words = None,
     yes: Yes = False,
     db: Db = None,
@@ -166,7 +166,7 @@ def verify_command(
     file: Annotated[
         str | None, typer.Argument(help="Exported file, folder or URL [default: what the database would choose]")
     ] = None,
-    kernel: Kernel = None,
+    kernel: OneKernel = None,
     problem: Words = None,
     db: Db = None,
     as_json: AsJson = False,
@@ -191,9 +191,9 @@ def verify_command(
 
 def prune_command(
     older_than: Annotated[int, typer.Option(min=0, help="Days since a trial ended.")] = 90,
-    kernel: Kernel = None,
-    device: OnlyDevice = None,
-    target: OnlyTarget = None,
+    kernel: OneKernel = None,
+    device: OneDevice = None,
+    target: OneTarget = None,
     problem: Words = None,
     yes: Yes = False,
     db: Db = None,
