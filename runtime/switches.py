@@ -1,4 +1,4 @@
-"""Every environment variable that a server reads; docs/serving.md has them in one table."""
+"""Every environment variable that a server reads; docs/environment.md has them in one table."""
 
 from __future__ import annotations
 

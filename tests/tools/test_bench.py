@@ -56,7 +56,7 @@ def test_a_bad_file_is_one_line(tmp_path: Path, text: str, message: str) -> None
     ("options", "message"),
     [
         (["--kernel", "indexr"], "unknown kernel"),
-        (["--kernel", "indexer", "--peers", "nobody"], "unknown peer 'nobody': use all, none or some of deep_gemm"),
+        (["--kernel", "indexer", "--peers", "nobody"], "unknown peer 'nobody': use one of all, none, deep_gemm"),
         (["--kernel", "indexer", "--shapes", "/nowhere.json"], "No such file"),
     ],
 )

@@ -13,6 +13,7 @@ from fakes import RESOURCES, make_trial
 from pages import write_searches
 from typer.testing import CliRunner
 
+from dsv4tune.codegen import compile as compile_module
 from dsv4tune.codegen import devices
 from dsv4tune.codegen.compile import Report
 from dsv4tune.codegen.devices import DEVICES
@@ -29,6 +30,8 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(compilers, "compile_all", lambda jobs, _: {job.source.sha: report for job in jobs})
     monkeypatch.setattr(devices, "here", lambda index=0: None)
     monkeypatch.setattr(gpu, "state", lambda: gpu.State())
+    # Other tests have had other tools in this process.
+    compile_module._ptxas_version.cache_clear()
     monkeypatch.setenv("DSV4TUNE_DB", str(tmp_path / "tuned.db"))
     for name in ("SGLANG_PLUGINS", "DSV4TUNE_DISABLE", "DSV4TUNE_POLICY"):
         monkeypatch.delenv(name, raising=False)

@@ -36,6 +36,7 @@ def there(monkeypatch: pytest.MonkeyPatch, *found: tuple[str, int, int, int, int
             L2_cache_size=1 << 26,
             memory_clock_rate=2_000_000,
             memory_bus_width=512,
+            total_memory=96 << 30,
             uuid=f"uuid-{index}",
         )
 
