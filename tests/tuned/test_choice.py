@@ -170,7 +170,7 @@ def usable(path: Path, tell: Any) -> list[Entry]:
     """Every usable entry of the indexer on this card."""
     of = family(serving.problem_of("indexer", 8))
     with contextlib.closing(Stored(path, tell)) as stored:
-        return [entry for rows in stored.rows(of, True) for entry, _ in stored.entries(of, rows)]
+        return [entry for rows in stored.rows(of, True) for entry, _ in stored.entries(of, rows, "3.9.0", "13.0")]
 
 
 # -- the database -----------------------------------------------------------------------------------------------
@@ -216,6 +216,6 @@ def test_a_search_may_be_writing(tmp_path: Path) -> None:
 
 
 def test_the_reader_knows_the_stores_migrations() -> None:
-    from dsv4tune.tuned import reader, store
+    from dsv4tune.tuned import database, reader
 
-    assert tuple(m.name for m in store.migrations._migrations) == reader.KNOWN
+    assert tuple(m.name for m in database.migrations._migrations) == reader.KNOWN
