@@ -26,8 +26,9 @@ from dsv4tune.codegen.space import Config
 from dsv4tune.tuned import database, reader
 from dsv4tune.tuned import store as store_module
 from dsv4tune.tuned.reader import Stored
-from dsv4tune.tuned.records import Baseline, Entry, Range, Trial
+from dsv4tune.tuned.records import Baseline, Entry, Range, Trial, triton_version
 from dsv4tune.tuned.selector import family
+from dsv4tune.tuned.share import standing
 from dsv4tune.tuned.store import Store, StoreError
 
 
@@ -366,6 +367,37 @@ def test_a_migration_happens_whole_or_not_at_all(path: Path, monkeypatch: pytest
     assert schema() == before
     monkeypatch.setattr(last, "fn", migrate)
     assert list(Store(path).trials()) == [trial]
+
+
+def test_the_winners_are_the_best_of_each(path: Path) -> None:
+    """Among evidence of every kind, and the same as a file of all of them would give."""
+    dice = random.Random(4)
+    store = Store(path)
+    trials = []
+    for _ in range(120):
+        trial = make_trial(rows=dice.choice([1, 8, 64]), score=dice.choice([0.8, 0.9, 1.5]))
+        trial = trial.model_copy(
+            update={
+                "config": {**trial.config, "num_stages": dice.choice([2, 3, 4])},
+                "provenance": dice.choice(["measured", "predicted"]),
+                "yardstick": dice.choice(["tilelang", "byte floor"]),
+                "imported": dice.choice(["", "theirs.json"]),
+                "environment": trial.environment.model_copy(update={"triton": dice.choice(["1.0", triton_version()])}),
+                "range": trial.range.model_copy(update={"width": dice.choice([262_208, 262_272])}),
+            }
+        )
+        trials.append(trial)
+    store.add_all([*trials, make_trial(rows=2, status="wrong", score=None)])
+
+    def place(trial: Trial) -> tuple[Any, ...]:
+        return standing(Entry.of(trial), trial.here, triton_version())
+
+    winners = dict(store.winners())
+    assert list(winners) == sorted(store.problems()) and len(winners) == 4
+    for key, winner in winners.items():
+        assert winner == store.best(key)
+        of_this = [place(trial) for trial in trials if trial.problem_key == key]
+        assert (winner is None) == (not of_this) and (winner is None or place(winner) == min(of_this))
 
 
 # -- a million trials -------------------------------------------------------------------------------------------
