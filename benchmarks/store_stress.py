@@ -26,9 +26,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 
 from exports import measured
 
+from dsv4tune.tuned.database import migrations
 from dsv4tune.tuned.reader import Stored
 from dsv4tune.tuned.selector import family
-from dsv4tune.tuned.store import Store, StoreError, migrations
+from dsv4tune.tuned.store import Store, StoreError
 
 _FORK = multiprocessing.get_context("fork")
 TRIAL = measured(64)

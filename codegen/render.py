@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import json
 import os
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
@@ -18,7 +19,7 @@ import platformdirs
 
 from dsv4tune.codegen.op import Op
 from dsv4tune.codegen.problem import Problem
-from dsv4tune.codegen.space import Config
+from dsv4tune.codegen.space import Config, Value
 
 
 def cache_folder() -> Path:
@@ -103,8 +104,20 @@ def environment() -> jinja2.Environment:
 
 def render(op: Op[Any, Any], problem: Problem, config: Config) -> Source:
     """Knobs that only change the launch plan leave the text, and so the binary, as it is."""
-    template = environment().get_template(op.template(config))
-    structure = {name: config[name] for name in op.words if name not in op.plan_words}
-    text = template.render(problem=problem, config=config, structure=structure, **op.template_values(problem, config))
+    # What a template may tell apart: of the rows and the SMs only what the op says of them.
+    shown = replace(problem, rows=1, silicon=replace(problem.silicon, sm_count=1, shared_bytes=0))
+    structure = tuple((name, config[name]) for name in op.words if name not in op.plan_words)
+    values = json.dumps(op.template_values(problem, config))
+    return _rendered(op.name, op.template(config), shown, structure, values)
+
+
+# An import checks thousands of entries against the text of their kernels, which are few.
+@lru_cache(maxsize=256)
+def _rendered(
+    op: str, template: str, problem: Problem, structure: tuple[tuple[str, Value], ...], values: str
+) -> Source:
+    words = dict(structure)
+    known = json.loads(values)
+    text = environment().get_template(template).render(problem=problem, config=words, structure=words, **known)
     sha = hashlib.sha256(text.encode()).hexdigest()
-    return Source(f"{op.name}_{sha[:16]}", text, sha)
+    return Source(f"{op}_{sha[:16]}", text, sha)

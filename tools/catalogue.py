@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +21,15 @@ from dsv4tune.tuned.trust import card_of
 def overview(path: Path, only: Filter) -> Iterator[dict[str, Any]]:
     """One item for each problem and range that it was tried over: its trials by status and its best."""
     store = Store(path, create=False)
-    for key in store.problems(only):
-        problem = store.problem(key)
-        ranges = store.ranges(key)
-        for over in ranges:
-            # Mostly there is one, and the index alone finds the best of all.
-            best = store.best(key, over if len(ranges) > 1 else None)
+    best_of_all = dict(store.winners(only))
+    for key, tallies in groupby(store.tallies(only), lambda tally: tally.key):
+        ranges = list(tallies)
+        for _, problem, over, counts in ranges:
+            # Mostly there is one range, and the best of all is its best.
+            best = store.best(key, over) if len(ranges) > 1 else best_of_all.get(key)
             yield {
                 "problem": {**problem, "key": key, "range": over.model_dump()},
-                "trials": store.counts(key, over),
+                "trials": counts,
                 "best": best_json(best) if best is not None else None,
             }
 

@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import resources
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -337,10 +338,35 @@ def text_of(entries: Iterable[Entry]) -> Iterator[str]:
     yield '{\n "entries": ['
     before, end = "\n  ", "]"
     for entry in entries:
-        item = json.dumps(entry.model_dump(mode="json"), indent=1, sort_keys=True)
-        yield before + item.replace("\n", "\n  ")
+        yield before + _indented(entry.model_dump(mode="json"), "\n  ")
         before, end = ",\n  ", "\n ]"
     yield f'{end},\n "schema_version": {VERSION}\n}}\n'
+
+
+def _indented(value: Any, margin: str) -> str:
+    """As ``json.dumps(value, indent=1, sort_keys=True)``, a few times as fast: Python's own doesn't indent in C.
+
+    Args:
+        value: what JSON holds; the keys of objects are words.
+        margin: a line's end and the white space of the lines that follow.
+    """
+    inner = margin + " "
+    encoded = _flat(inner).encode
+    if not isinstance(value, dict | list) or not value:
+        return encoded(value)
+    if not any(isinstance(item, dict | list) for item in (value.values() if isinstance(value, dict) else value)):
+        text = encoded(value)
+        return text[0] + inner + text[1:-1] + margin + text[-1]
+    if isinstance(value, dict):
+        items = [f"{encoded(key)}: {_indented(value[key], inner)}" for key in sorted(value)]
+        return "{" + inner + ("," + inner).join(items) + margin + "}"
+    return "[" + inner + ("," + inner).join(_indented(item, inner) for item in value) + margin + "]"
+
+
+@lru_cache(maxsize=16)
+def _flat(margin: str) -> json.JSONEncoder:
+    """Of what holds nothing that holds more: one item a line."""
+    return json.JSONEncoder(sort_keys=True, separators=("," + margin, ": "))
 
 
 def write(place: str, parts: Iterable[str]) -> None:

@@ -6,7 +6,8 @@ import contextlib
 import json
 import os
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ LOCK_S = 0.3
 #: What SQLite says of a file that is locked, spoilt or none of its own; text of a spoilt one may be no text.
 UNREADABLE = (sqlite3.Error, UnicodeDecodeError)
 
-#: Migrations that this reader knows the tables of; see `dsv4tune.tuned.store`.
+#: Migrations that this reader knows the tables of; see `dsv4tune.tuned.database`.
 KNOWN = ("m001_trials", "m002_sharing")
 
 
@@ -63,7 +64,7 @@ class Stored:
         self.path, self._tell = path, tell
         self._connection: sqlite3.Connection | None = None
         self._complained = False
-        self._family, self._imported = "p.family", "t.imported"
+        self._family, self._imported, self._lengths = "p.family", "t.imported", "t.lengths"
         with self._errors():
             self._open()
 
@@ -82,6 +83,7 @@ class Stored:
             return
         if KNOWN[1] not in applied:
             self._family, self._imported = "json_remove(p.json, '$.rows')", "''"
+            self._lengths = "case when json_valid(t.range) then json_array_length(t.range, '$.lengths') end"
         connection.execute("BEGIN")
 
     def close(self) -> None:
@@ -103,20 +105,39 @@ class Stored:
         )
         return [int(found) for (found,) in self._query(query, {"family": family, "rows": rows})]
 
-    def entries(self, family: str, rows: int) -> list[tuple[Entry, bool]]:
-        """Of each config, range, compiler and kind of evidence the best entry, and whether it was measured here."""
-        query = ENTRIES.format(family=self._family, imported=self._imported, others=_OTHERS)
-        found: list[tuple[Entry, bool]] = []
-        bad, problem = 0, ""
-        for *texts, here in self._query(query, {"family": family, "rows": rows}):
-            try:
-                found.append((Entry.model_validate_json(_joined(*texts)), bool(here)))
-            except (ValueError, TypeError) as error:  # pydantic's errors are ValueErrors
-                bad, problem = bad + 1, problem or str(error).splitlines()[0]
-        if bad and not self._complained:
-            self._complained = True
-            self._tell(f"{self.path}: some trials can't be read ({problem}): left out")
-        return found
+    def entries(self, family: str, rows: int, triton: str, ptxas: str) -> Iterator[tuple[Entry, bool]]:
+        """Of each config, range, compiler and kind of evidence the best entry, and whether it was measured here.
+
+        The one to go by under these compilers comes first. Each is read when it is asked for: of a problem's hundreds,
+        mostly one is.
+        """
+        same = self._query(SAME_COMPILER, {"triton": triton, "ptxas": ptxas})
+        ranked = RANKED.format(
+            rank=BEST_RANK.format(same=", ".join(str(number) for (number,) in same)),
+            family=self._family,
+            imported=self._imported,
+            lengths=self._lengths,
+        )
+        entry = ENTRY.format(imported=self._imported, others=_OTHERS)
+        seen = set()
+        places = self._query(ranked, {"family": family, "rows": rows})
+        for _, alike in groupby(places, lambda place: place[1]):
+            found = [row for number, _ in alike for row in self._query(entry, {"number": number})]
+            for row in sorted(found, key=lambda row: str(row[2])):
+                kind = row[:6]
+                read = self._read(row[2:-1]) if kind not in seen else None
+                if read is not None:
+                    seen.add(kind)
+                    yield read, bool(row[-1])
+
+    def _read(self, texts: Sequence[Any]) -> Entry | None:
+        try:
+            return Entry.model_validate_json(_joined(*texts))
+        except (ValueError, TypeError) as error:  # pydantic's errors are ValueErrors
+            if not self._complained:
+                self._complained = True
+                self._tell(f"{self.path}: some trials can't be read ({str(error).splitlines()[0]}): left out")
+        return None
 
     def _query(self, query: str, values: dict[str, Any]) -> list[Any]:
         with self._errors():
@@ -142,26 +163,40 @@ NEAREST = (
 )
 #: Fields of a trial that an entry has not.
 _OTHERS = ", ".join(f"'$.{name}'" for name in Trial.model_fields if name not in Entry.model_fields)
-ENTRIES = (
-    "select p.key, p.json, d.json, e.json, t.config, t.range, t.provenance, min(t.score), t.yardstick, t.source_sha, "
+# Columns of the index trial_best alone, so that the rows of the losers are never read.
+BEST_RANK = (
+    "case when provenance <> 'measured' then 3 when imported = '' then 0 when environment_id in ({same}) then 1 "
+    "else 2 end, yardstick = 'byte floor', width desc, lengths desc, score"
+)
+RANKED = (
+    "select id, rank() over (order by {rank}) from (select t.id, t.provenance, {imported} imported, t.environment_id, "
+    "t.yardstick, t.width, {lengths} lengths, t.score from problem p join trial t on t.problem_id = p.id "
+    "where {family} = :family and p.rows = :rows and t.status = 'ok' and t.score is not null) order by 2, id"
+)
+SAME_COMPILER = (
+    "select id from environment where case when json_valid(json) then json_extract(json, '$.triton') = :triton "
+    "and json_extract(json, '$.ptxas') = :ptxas end"
+)
+#: The trial :number: what tells its kind of others, with which its texts begin, and whether it was measured here.
+ENTRY = (
+    "select t.environment_id, {imported}, t.config, t.range, t.provenance, t.yardstick, "
+    "p.key, p.json, d.json, e.json, t.score, t.source_sha, "
     "case when json_valid(t.json) then json_remove(t.json, {others}) else '' end, "
-    "{imported} = '' and t.provenance = 'measured' from problem p "
-    "join trial t on t.problem_id = p.id join device d on d.id = t.device_id "
-    "join environment e on e.id = t.environment_id where {family} = :family and p.rows = :rows and t.status = 'ok' and "
-    "t.score is not null group by e.id, t.config, t.range, t.provenance, {imported}, t.yardstick order by min(t.id)"
+    "{imported} = '' and t.provenance = 'measured' from trial t join problem p on p.id = t.problem_id "
+    "join device d on d.id = t.device_id join environment e on e.id = t.environment_id where t.id = :number"
 )
 
 
 def _joined(
+    config: str,
+    over: str,
+    provenance: str,
+    yardstick: str,
     key: str,
     problem: str,
     device: str,
     environment: str,
-    config: str,
-    over: str,
-    provenance: str,
     score: float,
-    yardstick: str,
     sha: str,
     rest: str,
 ) -> str:

@@ -197,12 +197,12 @@ class Entry(Record):
 
     @classmethod
     def of(cls, trial: Trial) -> Entry:
-        fields = trial.model_dump()
-        return cls(**{name: fields[name] for name in cls.model_fields})
+        return cls.model_validate(trial, from_attributes=True)
 
     def trial(self, imported: str) -> Trial:
         """As it is kept in a database that it came to from elsewhere."""
-        return Trial(**self.model_dump(), status="ok", imported=imported)
+        fields = {name: getattr(self, name) for name in type(self).model_fields}
+        return Trial(**fields, status="ok", imported=imported)
 
 
 class Catalogue(Record):

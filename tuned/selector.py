@@ -5,11 +5,13 @@ A pure function of the files and the problem: every rank of a server makes the s
 
 from __future__ import annotations
 
+import heapq
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import resources
+from itertools import tee
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -172,7 +174,7 @@ class Book:
     tell: Tell
     stored: Stored | None = None
     _families: dict[str, dict[int, list[Found]]] = field(default_factory=dict)
-    _mine: dict[tuple[str, int], list[Found]] = field(default_factory=dict)
+    _mine: dict[tuple[str, int, str, str], Iterator[Found]] = field(default_factory=dict)
 
     @classmethod
     def read(cls, silicon: Silicon, database: Path | None, tell: Tell) -> Book:
@@ -218,19 +220,41 @@ class Book:
             self.tell(f"{one.origin}: an entry can't be used (config words {words} are of another dsv4tune): left out")
         return not missing
 
-    def _at(self, family: str, rows: int) -> list[Found]:
-        """Everything for one problem, the user's own first."""
-        if self.stored is not None and (family, rows) not in self._mine:
-            held = self.stored.entries(family, rows)
-            mine = [Found(entry, str(self.stored.path), here) for entry, here in held]
-            # One row of the database is the problem of all of them.
-            usable = bool(mine) and self._problem_of(mine[0]) is not None
-            self._mine[family, rows] = [one for one in mine if usable and self._words_agree(one)]
-        return self._mine.get((family, rows), []) + self._families.get(family, {}).get(rows, [])
+    def _at(self, family: str, rows: int, rules: Rules) -> Iterator[Found]:
+        """Everything for one problem, the first to consider first; of equal evidence the user's own goes first.
 
-    def _counted(self, family: str, rows: int, rules: Rules) -> list[Found]:
+        The database is read as far as this is.
+        """
+        shipped = self._families.get(family, {}).get(rows, [])
+        order = [str(self.stored.path)] if self.stored is not None else []
+        order += dict.fromkeys(one.origin for one in shipped)
+
+        def rank(one: Found) -> tuple[Any, ...]:
+            return _rank(one, order, rules)
+
+        return heapq.merge(self._held(family, rows, rules), sorted(shipped, key=rank), key=rank)
+
+    def _held(self, family: str, rows: int, rules: Rules) -> Iterator[Found]:
+        """The user's own; what was read once is kept."""
+        if self.stored is None:
+            return iter(())
+        place = family, rows, rules.triton, rules.ptxas
+        known = self._mine[place] if place in self._mine else self._usable(self.stored, *place)
+        self._mine[place], found = tee(known)
+        return found
+
+    def _usable(self, stored: Stored, family: str, rows: int, triton: str, ptxas: str) -> Iterator[Found]:
+        for number, (entry, here) in enumerate(stored.entries(family, rows, triton, ptxas)):
+            one = Found(entry, str(stored.path), here)
+            # One row of the database is the problem of all of them.
+            if number == 0 and self._problem_of(one) is None:
+                return
+            if self._words_agree(one):
+                yield one
+
+    def _counted(self, family: str, rows: int, rules: Rules) -> Iterator[Found]:
         """What counts as tried for one problem: a prediction does where the policy would take it."""
-        return [one for one in self._at(family, rows) if rules.counts(one.entry)]
+        return (one for one in self._at(family, rows, rules) if rules.counts(one.entry))
 
     def _nearest(self, family: str, rows: int, step: int, rules: Rules) -> list[Found]:
         """Everything that counts for the nearest row count below (step -1) or above (1) that has anything."""
@@ -242,7 +266,7 @@ class Book:
             if not beyond:
                 return []
             at = min(beyond, key=lambda r: abs(r - rows))
-            found = self._counted(family, at, rules)
+            found = list(self._counted(family, at, rules))
             if found:
                 return found
 
@@ -253,15 +277,15 @@ class Book:
     def choose(self, problem: Problem, width: int, rules: Rules) -> Decision:
         """The entry for a call shape, or the reason why there is none."""
         of = family(problem)
-        exact = self._counted(of, problem.rows, rules)
-        if exact:
-            return self._exact(problem, width, rules, exact)
+        exact = self._exact(problem, width, rules, self._counted(of, problem.rows, rules))
+        if exact is not None:
+            return exact
         below, above = (self._nearest(of, problem.rows, step, rules) for step in (-1, 1))
         if below and above:
             return self._between(problem, width, rules, (below, above))
-        guessed = self._at(of, problem.rows)
-        if guessed:
-            return self._exact(problem, width, rules, guessed)  # which says what stands against them
+        guessed = self._exact(problem, width, rules, self._at(of, problem.rows, rules))
+        if guessed is not None:
+            return guessed  # which says what stands against them
         stored = self.stored.rows(of, rules.predicted) if self.stored is not None else []
         held = ", ".join(str(r) for r in sorted({*self._shipped_rows(of, rules), *stored} - {problem.rows}))
         why = "no entry for this silicon"
@@ -271,10 +295,11 @@ class Book:
             why = ONLY_PREDICTED
         return Decision(problem, width, None, "", why)
 
-    def _exact(self, problem: Problem, width: int, rules: Rules, found: Sequence[Found]) -> Decision:
+    def _exact(self, problem: Problem, width: int, rules: Rules, found: Iterator[Found]) -> Decision | None:
+        """The first that is usable, or what stands against the first one; None where nothing was found."""
         refused: list[Refused] = []
         slow: set[str] = set()
-        for one in _ranked(found, rules):
+        for one in found:
             config = Config(one.entry.config)
             reason = rules.refusal(one.entry, problem, width) or _invalid(problem, one.entry)
             if reason is None and config.key in slow:
@@ -285,7 +310,7 @@ class Book:
             if one.entry.baseline is not None and one.entry.score > 1.0 - MARGIN:
                 slow.add(config.key)
             refused.append(Refused(one, reason))
-        return Decision(problem, width, None, "", refused[0].reason, tuple(refused))
+        return Decision(problem, width, None, "", refused[0].reason, tuple(refused)) if refused else None
 
     def _between(
         self, problem: Problem, width: int, rules: Rules, ends: tuple[Sequence[Found], Sequence[Found]]
@@ -295,7 +320,7 @@ class Book:
         refused: list[Refused] = []
         for found in ends:
             usable.append({})
-            for one in _ranked(found, rules):
+            for one in found:
                 at = ops.problem_from_json(one.entry.problem)
                 reason = rules.refusal(one.entry, at, width) or _invalid(problem, one.entry)
                 if reason is None:
@@ -343,24 +368,19 @@ def _parsed(items: Any, origin: str, tell: Tell) -> Iterator[Found]:
             tell(f"{origin}: an entry can't be read ({str(error).splitlines()[0]}): left out")
 
 
-def _ranked(found: Sequence[Found], rules: Rules) -> list[Found]:
+def _rank(one: Found, order: Sequence[str], rules: Rules) -> tuple[Any, ...]:
     """Better evidence first; then files in their order, one beside the server's kernel before one without, a wider
-    range before a narrower, then the lowest score."""
-    order = list(dict.fromkeys(one.origin for one in found))
-
-    def rank(one: Found) -> tuple[Any, ...]:
-        e = one.entry
-        return (
-            evidence(e.provenance, one.here, rules.same_compiler(e)),
-            order.index(one.origin),
-            e.baseline is None,
-            -e.range.width,
-            -len(e.range.lengths),
-            e.score,
-            Config(e.config).key,
-        )
-
-    return sorted(found, key=rank)
+    range before a narrower, then the lowest score: of one file the order of `dsv4tune.tuned.reader.BEST_RANK`."""
+    e = one.entry
+    return (
+        evidence(e.provenance, one.here, rules.same_compiler(e)),
+        order.index(one.origin),
+        e.baseline is None,
+        -e.range.width,
+        -len(e.range.lengths),
+        e.score,
+        Config(e.config).key,
+    )
 
 
 def _other(entry: Entry, rules: Rules) -> str:

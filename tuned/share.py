@@ -93,8 +93,8 @@ _LINES = 50
 def survey(sources: Sequence[Source], store: Store | None, only: Filter = EVERYTHING) -> Summary:
     """What importing would do; writes nothing. Without a database everything is new."""
     summary = Summary([source.name for source in sources])
-    for entry, source in _chosen(sources, only):
-        _consider(entry.trial(source.name), store, summary)
+    for entry, _ in _chosen(sources, only):
+        _consider(entry, store, summary)
     return summary
 
 
@@ -109,9 +109,8 @@ def bring_in(sources: Sequence[Source], store: Store, only: Filter = EVERYTHING)
 
     def trials() -> Iterator[Trial]:
         for entry, source in _chosen(sources, only):
-            trial = entry.trial(source.name)
-            if _consider(trial, store, summary):
-                yield trial
+            if _consider(entry, store, summary):
+                yield entry.trial(source.name)
 
     store.add_all(trials())
     return summary
@@ -124,26 +123,26 @@ def _chosen(sources: Sequence[Source], only: Filter) -> Iterator[tuple[Entry, So
                 yield entry, source
 
 
-def _consider(trial: Trial, store: Store | None, summary: Summary) -> bool:
+def _consider(entry: Entry, store: Store | None, summary: Summary) -> bool:
     """Whether it is to be stored."""
-    best = store.best(trial.problem_key) if store is not None else None
-    if best is not None and store is not None and store.held(trial):
+    best = store.best(entry.problem_key) if store is not None else None
+    if best is not None and store is not None and store.held(entry):
         summary.known += 1
         return False
     triton = triton_version()
     if best is None:
         summary.new += 1
-    elif standing(Entry.of(trial), False, triton) < standing(Entry.of(best), best.here, triton):
+    elif standing(entry, False, triton) < standing(Entry.of(best), best.here, triton):
         summary.better += 1
     else:
         summary.kept += 1
         return True
     if len(summary.changes) < _LINES:
         was = f", was {_figure(best)}" if best is not None else ""
-        summary.changes.append(f"{trial.problem_key}: {_figure(trial)}{was}")
-    other = trial.environment.triton
+        summary.changes.append(f"{entry.problem_key}: {_figure(entry)}{was}")
+    other = entry.environment.triton
     note = f"some were made with Triton {other}, here is {triton}: ranked after one made with it"
-    if other != triton and trial.provenance == "measured" and note not in summary.notes:
+    if other != triton and entry.provenance == "measured" and note not in summary.notes:
         summary.notes.append(note)
     return True
 

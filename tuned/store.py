@@ -1,96 +1,21 @@
-"""The SQLite database of trials, and its migrations. The only room that speaks SQL."""
+"""The SQLite database of trials: what is written to it, and what is asked of it. Tables: `dsv4tune.tuned.database`."""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
-import os
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from sqlite_utils import Database, Migrations
-
-from dsv4tune.tuned.reader import UNREADABLE, foreign_objects, open_read_only
+from dsv4tune.tuned.database import StoreError as StoreError
+from dsv4tune.tuned.database import open_for_reading, open_for_writing
+from dsv4tune.tuned.reader import BEST_RANK, UNREADABLE
 from dsv4tune.tuned.reader import default_path as default_path
 from dsv4tune.tuned.records import Entry, Range, Trial, triton_version
-
-migrations = Migrations("dsv4tune")
-
-#: Bytes of a database that is checked whole before it is written to.
-_CHECKED_WHOLE = 128 << 20
-
-
-class StoreError(Exception):
-    """The database can't be used; one line that says what to do."""
-
-
-@migrations()
-def m001_trials(db: Database) -> None:
-    """Devices, environments and problems once each; trials point at them."""
-    db.table("device").create(
-        {"id": int, "capability": str, "sm_count": int, "shared_bytes": int, "json": str}, pk="id"
-    )
-    db.table("device").create_index(["json"], unique=True)
-    db.table("environment").create({"id": int, "json": str}, pk="id")
-    db.table("environment").create_index(["json"], unique=True)
-    db.table("problem").create({"id": int, "key": str, "op": str, "rows": int, "json": str}, pk="id")
-    db.table("problem").create_index(["key"], unique=True)
-    db.table("trial").create(
-        {
-            "id": int,
-            "problem_id": int,
-            "device_id": int,
-            "environment_id": int,
-            "config": str,
-            "source_sha": str,
-            "status": str,
-            "provenance": str,
-            "score": float,
-            "yardstick": str,
-            "range": str,
-            "width": int,
-            "json": str,
-        },
-        pk="id",
-        not_null={
-            "problem_id",
-            "device_id",
-            "environment_id",
-            "config",
-            "source_sha",
-            "status",
-            "provenance",
-            "range",
-            "json",
-        },
-        foreign_keys=[("problem_id", "problem"), ("device_id", "device"), ("environment_id", "environment")],
-    )
-    db.table("trial").create_index(["problem_id", "status", "provenance", "score"])
-
-
-@migrations()
-def m002_sharing(db: Database) -> None:
-    """Where a trial came from, and indexes for a million of them; see the tests of the query plans."""
-    db.table("trial").add_column("imported", str, not_null_default="")
-    db.table("trial").add_column("lengths", int, not_null_default=0)
-    db.execute("update trial set lengths = json_array_length(range, '$.lengths')")
-    db.execute("drop index idx_trial_problem_id_status_provenance_score")
-    db.execute(
-        "create index trial_best on trial(problem_id, provenance, imported, environment_id, yardstick, width, lengths, "
-        # With the status, for which SQLite 3.40 would read the row where the index doesn't hold it.
-        "score, status) where status = 'ok' and score is not null"
-    )
-    db.execute("create index trial_range on trial(problem_id, range, status)")
-    # A problem without its rows.
-    db.table("problem").add_column("family", str, not_null_default="")
-    db.execute("update problem set family = json_remove(json, '$.rows')")
-    db.execute("create index problem_family on problem(family, rows)")
-
 
 # Columns of their own tables; the rest of a trial is one JSON text.
 _PLAIN = ("source_sha", "status", "provenance", "score", "yardstick", "imported")
@@ -131,6 +56,15 @@ class Filter:
 EVERYTHING = Filter()
 
 
+class Tally(NamedTuple):
+    """How many trials of a problem there are over one range, by status."""
+
+    key: str
+    problem: dict[str, Any]
+    over: Range
+    counts: dict[str, int]
+
+
 class Store:
     """Trials by problem. Every `add` is on disk when it returns."""
 
@@ -144,83 +78,7 @@ class Store:
         #: What happened while opening that a user should know.
         self.notes: list[str] = []
         self._same_compiler: str | None = None
-        if create:
-            self.db = self._open_for_writing()
-        else:
-            if not self.path.is_file():
-                raise StoreError(f"no database at {self.path}: run a search first, or name another with --db")
-            try:
-                self.db = Database(open_read_only(self.path, timeout=30), execute_plugins=False)
-                self._refuse_foreign(self.db)
-                if migrations.pending(self.db):
-                    raise StoreError(
-                        f"{self.path} has an older schema or no trials: a search or `dsv4tune prune` migrates it"
-                    )
-            except UNREADABLE as error:
-                raise StoreError(f"can't read {self.path} ({error}): name another database with --db") from error
-
-    def _open_for_writing(self) -> Database:
-        if self.path.is_dir():
-            raise StoreError(f"{self.path} is a folder: name a file with --db")
-        if self.path.exists() and not self.path.is_file():
-            raise StoreError(f"{self.path} is no regular file: name another with --db")
-        folder = self.path.absolute().parent
-        if self.path == default_path():
-            with contextlib.suppress(OSError):
-                folder.mkdir(parents=True, exist_ok=True)
-        if not folder.is_dir():
-            raise StoreError(f"folder {folder} does not exist: create it or choose another database with --db")
-        try:
-            with _lock(self.path):
-                return self._migrated()
-        except PermissionError as error:
-            raise StoreError(
-                f"can't write {self.path} ({error.strerror}): choose another database with --db"
-            ) from error
-        except (sqlite3.OperationalError, OSError) as error:
-            raise StoreError(f"can't write {self.path} ({error}): choose another database with --db") from error
-
-    def _migrated(self) -> Database:
-        if self.path.exists() and not os.access(self.path, os.W_OK):
-            raise PermissionError(13, "it is read-only")
-        try:
-            return self._connect()
-        except sqlite3.OperationalError:
-            raise  # locked, or a full disk: the file may be sound
-        except UNREADABLE as error:
-            aside = _free_name(self.path)
-            for suffix in ("", "-wal", "-shm"):
-                with contextlib.suppress(FileNotFoundError):
-                    os.replace(f"{self.path}{suffix}", f"{aside}{suffix}")
-            self.notes.append(f"{self.path} is no sound database ({error}); set aside as {aside}, starting a new one")
-            return self._connect()
-
-    def _connect(self) -> Database:
-        db = Database(sqlite3.connect(self.path.absolute(), timeout=30), execute_plugins=False)
-        db.conn.execute("PRAGMA trusted_schema = OFF")
-        self._refuse_foreign(db)
-        db.conn.execute("PRAGMA journal_mode = WAL")
-        # Each commit reaches the disk: a finished trial cost GPU time.
-        db.conn.execute("PRAGMA synchronous = FULL")
-        # A large file is read for seconds: there only its size is held against what its header says.
-        if self.path.stat().st_size <= _CHECKED_WHOLE:
-            for (answer,) in db.conn.execute("PRAGMA quick_check(1)"):
-                if answer != "ok":
-                    raise sqlite3.DatabaseError(answer)
-        migrations.apply(db)
-        return db
-
-    def _refuse_foreign(self, db: Database) -> None:
-        found = foreign_objects(db.conn)
-        if found:
-            raise StoreError(f"{self.path} holds {found}, which dsv4tune never made: use another --db")
-        self._refuse_newer(db)
-
-    def _refuse_newer(self, db: Database) -> None:
-        known = {m.name for m in migrations._migrations}
-        newer = [m.name for m in migrations.applied(db) if m.name not in known]
-        if newer:
-            raise StoreError(f"{self.path} was written by a newer dsv4tune ({newer[0]}): upgrade, or use another --db")
+        self.db = open_for_writing(self.path, self.notes) if create else open_for_reading(self.path)
 
     def close(self) -> None:
         self.db.close()
@@ -273,9 +131,8 @@ class Store:
         trial of its config for other rows of the problem, because one config may serve the rows between two.
         """
         until = (datetime.now(timezone.utc) - timedelta(days=older_than_days)).isoformat(timespec="seconds")
-        meant = set(self.problems(only))
-        found = self._rows(LOSERS, {"until": until})
-        return [row["id"] for row in found if row["key"] in meant]
+        found = self._rows(LOSERS, {"until": until, "keys": json.dumps(self.problems(only))})
+        return [row["id"] for row in found]
 
     def delete(self, numbers: Sequence[int]) -> None:
         """Delete these trials in one transaction and give their space back to the disk."""
@@ -356,8 +213,29 @@ class Store:
         then the lowest score, and between equal ones the first in the order of their words, so that every reader picks
         the same.
         """
-        values = {"key": problem_key, "range": None if over is None else _text(over.model_dump(mode="json"))}
-        return next((_trial(row) for row in self._rows(self._best_query(over is not None), values)), None)
+        return next((best for _, best in self._best([problem_key], over)), None)
+
+    def winners(self, only: Filter = EVERYTHING) -> Iterator[tuple[str, Trial | None]]:
+        """Each problem's key and `best`, by key."""
+        keys = sorted(self.problems(only))
+        best = self._best(keys)
+        found = next(best, None)
+        for key in keys:
+            if found is not None and found[0] == key:
+                yield found
+                found = next(best, None)
+            else:
+                yield key, None
+
+    def _best(self, keys: Sequence[str], over: Range | None = None) -> Iterator[tuple[str, Trial]]:
+        """The best of each of these problems that has one, by key."""
+        values = {"keys": json.dumps(keys), "range": None if over is None else _text(over.model_dump(mode="json"))}
+        before = None
+        for row in self._rows(self._best_query(over is not None), values):
+            key = row["problem_key"]
+            if key != before:
+                before = key
+                yield key, _trial(row)
 
     def _best_query(self, over: bool) -> str:
         if self._same_compiler is None:
@@ -367,35 +245,34 @@ class Store:
             self._same_compiler = ", ".join(str(row["id"]) for row in found)
         rank = BEST_RANK.format(same=self._same_compiler)
         # Over one range the rows are read, and the planner finds them; else the index alone will do.
-        where = (
-            {"index": "", "range": "and range = :range "} if over else {"index": "indexed by trial_best", "range": ""}
-        )
-        return BEST.format(columns=_COLUMNS, joins=_JOINS, rank=rank, **where)
+        index, within = ("", "and range = :range") if over else ("indexed by trial_best", "")
+        return BEST.format(columns=_COLUMNS, joins=_JOINS, rank=rank, index=index, within=within)
 
-    def winners(self, only: Filter = EVERYTHING) -> Iterator[tuple[str, Trial | None]]:
-        """Each problem's key and `best`, by key."""
-        for key in sorted(self.problems(only)):
-            yield key, self.best(key)
-
-    def held(self, trial: Trial) -> bool:
+    def held(self, entry: Entry) -> bool:
         """Whether this very result is here already, whoever brought it."""
         query = (
             f"{_SELECT} where p.key = ? and t.status = 'ok' and t.provenance = ? and t.score = ? and t.config = ? "
             "and t.source_sha = ?"
         )
-        values = [trial.problem_key, trial.provenance, trial.score, _text(trial.config), trial.source_sha]
-        wanted = Entry.of(trial)
-        return any(Entry.of(_trial(row)) == wanted for row in self._rows(query, values))
+        values = [entry.problem_key, entry.provenance, entry.score, _text(entry.config), entry.source_sha]
+        return any(Entry.of(_trial(row)) == entry for row in self._rows(query, values))
 
-    def problem(self, key: str) -> dict[str, Any]:
-        """A stored problem as JSON."""
-        (found,) = self._rows("select json from problem where key = ?", [key])
-        return dict(json.loads(found["json"]))
+    def tallies(self, only: Filter = EVERYTHING) -> list[Tally]:
+        """By op, rows and silicon, and of one problem the widest range first."""
+        found: dict[tuple[str, str], Tally] = {}
+        keys = self.problems(only)
+        for row in self._rows(TALLIES, {"keys": json.dumps(keys)}):
+            place = row["key"], row["range"]
+            if place not in found:
+                over = Range(**json.loads(row["range"]))
+                found[place] = Tally(row["key"], json.loads(row["problem"]), over, {})
+            found[place].counts[row["status"]] = row["n"]
+        place_of = {key: n for n, key in enumerate(keys)}
 
-    def ranges(self, problem_key: str) -> list[Range]:
-        """The ranges that a problem was tried over, the widest first."""
-        found = [Range(**json.loads(row["range"])) for row in self._rows(RANGES, {"key": problem_key})]
-        return sorted(found, key=lambda over: (-over.width, -len(over.lengths), over.model_dump_json()))
+        def order(one: Tally) -> tuple[Any, ...]:
+            return place_of[one.key], -one.over.width, -len(one.over.lengths), one.over.model_dump_json()
+
+        return sorted(found.values(), key=order)
 
     def counts(self, problem_key: str, over: Range) -> dict[str, int]:
         """Trials over one range by status."""
@@ -412,35 +289,40 @@ _JOINS = (
     "join environment e on e.id = t.environment_id"
 )
 _SELECT = f"{_COLUMNS} from trial t {_JOINS}"
-# Columns of the index trial_best alone, so that the rows of the losers are never read.
-BEST_RANK = (
-    "case when provenance <> 'measured' then 3 when imported = '' then 0 when environment_id in ({same}) then 1 "
-    "else 2 end, yardstick = 'byte floor', width desc, lengths desc, score"
-)
-#: The best trial of the problem :key; equal ones by their words.
+#: The problems whose keys are in the JSON list :keys.
+_MEANT = "(select id from problem where key in (select value from json_each(:keys)))"
+#: The best trials of each, equal ones by their words.
 BEST = (
-    "with ranked as (select id, rank() over (order by {rank}) place from trial {index} "
-    "where problem_id = (select id from problem where key = :key) and status = 'ok' and score is not null {range}) "
+    "with part as (select problem_id, provenance, imported, environment_id, yardstick, width, lengths, "
+    f"min(score) score from trial {{index}} where problem_id in {_MEANT} and status = 'ok' and score is not null "
+    "{within} group by 1, 2, 3, 4, 5, 6, 7), "
+    "ranked as (select *, rank() over (partition by problem_id order by {rank}) place from part) "
     # Crossed, so that no planner starts with another table.
-    "{columns} from ranked cross join trial t on t.id = ranked.id {joins} where ranked.place = 1 "
-    "order by t.config, t.id limit 1"
+    "{columns} from ranked r cross join trial t on t.problem_id = r.problem_id and t.provenance = r.provenance "
+    "and t.imported = r.imported and t.environment_id = r.environment_id and t.yardstick = r.yardstick "
+    "and t.width = r.width and t.lengths = r.lengths and t.score = r.score and t.status = 'ok' {within} {joins} "
+    "where r.place = 1 order by p.key, t.config, t.id"
 )
-
-
-RANGES = "select distinct range from trial where problem_id = (select id from problem where key = :key)"
+TALLIES = (
+    "select p.key, p.json problem, t.range, t.status, count(*) n from problem p join trial t on t.problem_id = p.id "
+    f"where p.id in {_MEANT} group by p.id, t.range, t.status"
+)
 COUNTS = (
     "select status, count(*) n from trial where problem_id = (select id from problem where key = :key) "
     "and range = :range group by 1"
 )
-#: Old trials but for winners; see `Store.losers`.
+#: Trials of :keys that ended before :until, but for winners; see `Store.losers`.
 LOSERS = (
-    "with best as (select t.id, t.config, p.family, rank() over (partition by t.problem_id, t.range, t.environment_id, "
-    "t.provenance, t.imported, t.yardstick order by t.score, t.config) place from trial t "
-    "join problem p on p.id = t.problem_id where t.status = 'ok' and t.score is not null), "
-    "winner as (select distinct family, config from best where place = 1) "
-    "select t.id, p.key from trial t join problem p on p.id = t.problem_id "
-    "where coalesce(json_extract(t.json, '$.finished_at'), '') < :until and not (t.status = 'ok' and "
-    "(p.family, t.config) in (select family, config from winner)) order by t.id"
+    f"with kin as (select id, family from problem where family in (select family from problem where id in {_MEANT})), "
+    "best as (select problem_id, provenance, imported, environment_id, yardstick, range, min(score) score from trial "
+    "where problem_id in (select id from kin) and status = 'ok' and score is not null group by 1, 2, 3, 4, 5, 6), "
+    "winner as (select distinct kin.family, t.config from best b cross join kin on kin.id = b.problem_id "
+    "cross join trial t on t.problem_id = b.problem_id and t.provenance = b.provenance and t.imported = b.imported "
+    "and t.environment_id = b.environment_id and t.yardstick = b.yardstick and t.score = b.score and t.status = 'ok' "
+    "where t.range = b.range) "
+    f"select t.id from problem p join trial t on t.problem_id = p.id where p.id in {_MEANT} "
+    "and coalesce(json_extract(t.json, '$.finished_at'), '') < :until "
+    "and not (t.status = 'ok' and (p.family, t.config) in (select family, config from winner)) order by t.id"
 )
 
 
@@ -458,18 +340,3 @@ def _trial(row: dict[str, Any]) -> Trial:
 
 
 _text = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
-
-
-def _free_name(path: Path) -> Path:
-    number = 1
-    while Path(f"{path}.bad-{number}").exists():
-        number += 1
-    return Path(f"{path}.bad-{number}")
-
-
-@contextlib.contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """One process at a time creates or migrates; sqlite-utils' migrations of two at once end in "locked"."""
-    with open(f"{path}.lock", "w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield

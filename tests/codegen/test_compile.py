@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from dsv4tune.codegen import devices
+from dsv4tune.codegen import devices, ops
 from dsv4tune.codegen.compile import CompileError, compile_config, compile_source
-from dsv4tune.codegen.devices import Device
+from dsv4tune.codegen.devices import DEVICES, Device
 from dsv4tune.codegen.ops.indexer import Indexer, IndexerProblem
 from dsv4tune.codegen.problem import Silicon
-from dsv4tune.codegen.render import Source, render
+from dsv4tune.codegen.render import Source, environment, render
 
 TRITON = tuple(int(part) for part in metadata.version("triton").split(".")[:2])
 
@@ -74,6 +74,23 @@ def test_what_the_compiler_raises_is_one_line(indexer: Indexer, problem: Indexer
     with pytest.raises(CompileError) as raised:
         compile_source(source, {"kernel": indexer.arguments(problem, config)["kernel"][:1]}, problem.silicon)
     assert "\n" not in str(raised.value) and len(str(raised.value)) <= 300
+
+
+def test_the_text_is_that_of_the_whole_problem_and_config() -> None:
+    """What is kept of a rendering leaves rows, SMs and plan words out: no template may read them."""
+    for op in ops.OPS.values():
+        for card in (DEVICES["h200"], DEVICES["rtx-pro-6000"]):
+            problem = op.problem(48, card.silicon)
+            configs = op.space(problem, card).valid()
+            for config in configs[:: len(configs) // 20]:
+                structure = {name: config[name] for name in op.words if name not in op.plan_words}
+                values = op.template_values(problem, config)
+                text = (
+                    environment()
+                    .get_template(op.template(config))
+                    .render(problem=problem, config=config, structure=structure, **values)
+                )
+                assert render(op, problem, config).text == text
 
 
 def test_sources_are_readable_and_shared_between_plans(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import random
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from dsv4tune.codegen.devices import DEVICES
 from dsv4tune.codegen.ops.indexer import refuse
 from dsv4tune.codegen.space import Config
 from dsv4tune.tuned.reader import Stored
-from dsv4tune.tuned.records import Baseline, Entry, Environment, Range
+from dsv4tune.tuned.records import Baseline, Entry, Environment, Range, Trial
 from dsv4tune.tuned.selector import Book, Decision, Found, Policy, Rules, family
 from dsv4tune.tuned.store import Store
 
@@ -170,7 +172,7 @@ def usable(path: Path, tell: Any) -> list[Entry]:
     """Every usable entry of the indexer on this card."""
     of = family(serving.problem_of("indexer", 8))
     with contextlib.closing(Stored(path, tell)) as stored:
-        return [entry for rows in stored.rows(of, True) for entry, _ in stored.entries(of, rows)]
+        return [entry for rows in stored.rows(of, True) for entry, _ in stored.entries(of, rows, "3.9.0", "13.0")]
 
 
 # -- the database -----------------------------------------------------------------------------------------------
@@ -188,6 +190,57 @@ def test_the_light_reader_reads_what_the_store_wrote(tmp_path: Path) -> None:
     assert [(one.problem["rows"], one.score) for one in found] == [(8, 0.8), (16, 0.7)] and lines == []
     best = store.best(serving.problem_of("indexer", 8).key)
     assert best is not None and found[0] == Entry.of(best)
+
+
+def _some_trials(dice: random.Random) -> list[Trial]:
+    """Of one problem: several configs, compilers, ranges and kinds of evidence, with equal scores among them."""
+    guess = {"provenance": "predicted", "baseline": None, "yardstick": "byte floor"}
+    wide = Range(width=WIDTH + 64, lengths=[128], weights=[1.0])
+    trials = []
+    for number in range(40):
+        changes: dict[str, Any] = {
+            "score": dice.choice([0.7, 0.8, 0.9, 0.995, 1.2]),
+            "environment": dice.choice([HERE, ELSEWHERE]),
+            "seed": number,
+            **dice.choice([{}, {}, {"imported": "theirs.json"}, guess]),
+        }
+        one = entry(8, config=dice.choice(OTHERS), **{k: v for k, v in changes.items() if k in Entry.model_fields})
+        over = dice.choice([one.range, wide])
+        trials.append(one.trial("").model_copy(update={**changes, "range": over}))
+    return trials
+
+
+@pytest.mark.parametrize("policy", ["measured", "strict", "predicted"])
+def test_what_is_read_in_order_decides_as_all_of_it_would(tmp_path: Path, policy: Policy) -> None:
+    for seed in range(5):
+        path, book = tmp_path / f"{policy}{seed}.db", Book(CARD.silicon, pytest.fail)
+        store = Store(path)
+        store.add_all(trials := _some_trials(random.Random(seed)))
+        store.close()
+        book.add(Found(Entry.of(trial), str(path), trial.here) for trial in trials)
+        problem = serving.problem_of("indexer", 8)
+        expected = book.choose(problem, WIDTH, rules(policy))
+        with contextlib.closing(Stored(path, pytest.fail)) as stored:
+            lazily = Book(CARD.silicon, pytest.fail, stored).choose(problem, WIDTH, rules(policy))
+        assert lazily.entry is not None and lazily.entry == expected.entry and lazily.why == expected.why
+
+
+def test_what_is_not_considered_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "tuned.db"
+    store = Store(path)
+    store.add_all(entry(8, 0.5 + n / 100, OTHERS[n % len(OTHERS)]).trial("") for n in range(40))
+    store.close()
+    read: list[str] = []
+
+    def reads(text: str) -> Entry:
+        read.append(text)
+        return Entry.model_validate(json.loads(text))
+
+    monkeypatch.setattr(Entry, "model_validate_json", reads)
+    with contextlib.closing(Stored(path, pytest.fail)) as stored:
+        book = Book(CARD.silicon, pytest.fail, stored)
+        found = [book.choose(serving.problem_of("indexer", 8), WIDTH, rules()) for _ in range(2)]
+    assert [one.entry.score for one in found if one.entry] == [0.5, 0.5] and len(read) == 1
 
 
 def test_reading_changes_nothing_and_creates_nothing(tmp_path: Path) -> None:
@@ -216,6 +269,6 @@ def test_a_search_may_be_writing(tmp_path: Path) -> None:
 
 
 def test_the_reader_knows_the_stores_migrations() -> None:
-    from dsv4tune.tuned import reader, store
+    from dsv4tune.tuned import database, reader
 
-    assert tuple(m.name for m in store.migrations._migrations) == reader.KNOWN
+    assert tuple(m.name for m in database.migrations._migrations) == reader.KNOWN

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from exports import make_entry, measured
 from fakes import make_trial
+from hypothesis import given
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from dsv4tune.codegen import ops
@@ -79,6 +81,17 @@ def test_export_import_export_gives_the_same_bytes(db: Path, tmp_path: Path) -> 
     assert done.exit_code == 0, done.stdout + done.stderr
     again = run("import", a, "--yes", "--db", other)
     assert "0 entries were stored" in again.stdout and "3 known already" in again.stdout
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+)
+
+
+@given(JSON)
+def test_files_are_indented_as_by_json_itself(value: Any) -> None:
+    assert files._indented(value, "\n") == json.dumps(value, indent=1, sort_keys=True)
 
 
 def test_import_shows_first_and_does_nothing_without_a_word(db: Path, tmp_path: Path) -> None:

@@ -23,11 +23,12 @@ from sqlite_utils import Database
 
 from dsv4tune.codegen import ops
 from dsv4tune.codegen.space import Config
-from dsv4tune.tuned import reader
+from dsv4tune.tuned import database, reader
 from dsv4tune.tuned import store as store_module
 from dsv4tune.tuned.reader import Stored
-from dsv4tune.tuned.records import Baseline, Entry, Range, Trial
+from dsv4tune.tuned.records import Baseline, Entry, Range, Trial, triton_version
 from dsv4tune.tuned.selector import family
+from dsv4tune.tuned.share import standing
 from dsv4tune.tuned.store import Store, StoreError
 
 
@@ -308,7 +309,7 @@ def _first_schema(path: Path) -> Trial:
     trial = make_trial()
     data = trial.model_dump(mode="json")
     db = Database(path)
-    store_module.migrations.apply(db, stop_before="m002_sharing")
+    database.migrations.apply(db, stop_before="m002_sharing")
     db.table("device").insert({"capability": "12.0", "json": json.dumps(data["device"])})
     db.table("environment").insert({"json": json.dumps(data["environment"])})
     problem = json.dumps(data["problem"], sort_keys=True, separators=(",", ":"))
@@ -336,7 +337,7 @@ def test_an_older_schema_is_read_by_a_server_and_migrated_by_a_search(path: Path
         with contextlib.closing(Stored(path, pytest.fail)) as stored:
             assert stored.rows(of, True) == [64] and stored.rows(of, False) == []
             assert stored.nearest(of, 65, -1, True) == [64] and stored.nearest(of, 64, 1, True) == []
-            return stored.entries(of, 64)
+            return list(stored.entries(of, 64, "3.9.0", "13.0"))
 
     assert served() == [(Entry.of(trial), False)] and path.read_bytes() == before
     with pytest.raises(StoreError, match=r"older schema.*prune"):
@@ -353,7 +354,7 @@ def test_a_migration_happens_whole_or_not_at_all(path: Path, monkeypatch: pytest
         return sqlite3.connect(path).execute("select sql from sqlite_master order by name").fetchall()
 
     before = schema()
-    last = store_module.migrations._migrations[-1]
+    last = database.migrations._migrations[-1]
     migrate = last.fn
 
     def fails(db: Any) -> None:
@@ -366,6 +367,37 @@ def test_a_migration_happens_whole_or_not_at_all(path: Path, monkeypatch: pytest
     assert schema() == before
     monkeypatch.setattr(last, "fn", migrate)
     assert list(Store(path).trials()) == [trial]
+
+
+def test_the_winners_are_the_best_of_each(path: Path) -> None:
+    """Among evidence of every kind, and the same as a file of all of them would give."""
+    dice = random.Random(4)
+    store = Store(path)
+    trials = []
+    for _ in range(120):
+        trial = make_trial(rows=dice.choice([1, 8, 64]), score=dice.choice([0.8, 0.9, 1.5]))
+        trial = trial.model_copy(
+            update={
+                "config": {**trial.config, "num_stages": dice.choice([2, 3, 4])},
+                "provenance": dice.choice(["measured", "predicted"]),
+                "yardstick": dice.choice(["tilelang", "byte floor"]),
+                "imported": dice.choice(["", "theirs.json"]),
+                "environment": trial.environment.model_copy(update={"triton": dice.choice(["1.0", triton_version()])}),
+                "range": trial.range.model_copy(update={"width": dice.choice([262_208, 262_272])}),
+            }
+        )
+        trials.append(trial)
+    store.add_all([*trials, make_trial(rows=2, status="wrong", score=None)])
+
+    def place(trial: Trial) -> tuple[Any, ...]:
+        return standing(Entry.of(trial), trial.here, triton_version())
+
+    winners = dict(store.winners())
+    assert list(winners) == sorted(store.problems()) and len(winners) == 4
+    for key, winner in winners.items():
+        assert winner == store.best(key)
+        of_this = [place(trial) for trial in trials if trial.problem_key == key]
+        assert (winner is None) == (not of_this) and (winner is None or place(winner) == min(of_this))
 
 
 # -- a million trials -------------------------------------------------------------------------------------------
@@ -381,16 +413,19 @@ def test_what_is_asked_often_goes_through_an_index(path: Path) -> None:
     store.add_all(make_trial(rows=rows) for rows in range(1, 40))
     best = store._best_query(False)
     store.close()
-    plan = _plan(path, best, {"key": make_trial().problem_key, "range": None})
-    # The losers are ranked by the index alone; the winner is looked up by its number.
+    plan = _plan(path, best, {"keys": json.dumps([make_trial().problem_key]), "range": None})
+    # The losers are ranked by the index alone, and the winner is found by its place there.
     assert "SEARCH trial USING COVERING INDEX trial_best (problem_id=?)" in plan
-    assert "SCAN trial" not in plan and "SEARCH t USING INTEGER PRIMARY KEY" in plan
+    assert "SCAN trial" not in plan and "SEARCH t USING INDEX trial_best (problem_id=? AND" in plan
+    plan = _plan(path, store_module.TALLIES, {"keys": "[]"})
+    assert "SEARCH t USING COVERING INDEX trial_range (problem_id=?)" in plan
     plan = _plan(path, store_module.COUNTS, {"key": "", "range": ""})
     assert "USING COVERING INDEX trial_range (problem_id=? AND range=?)" in plan
-    entries = reader.ENTRIES.format(family="p.family", imported="t.imported", others=reader._OTHERS)
-    plan = _plan(path, entries, {"family": "", "rows": 8})
-    assert "SEARCH p USING INDEX problem_family (family=? AND rows=?)" in plan
-    assert "SEARCH t USING INDEX trial_range (problem_id=?)" in plan
+    columns = {"family": "p.family", "imported": "t.imported", "lengths": "t.lengths"}
+    ranked = reader.RANKED.format(rank=reader.BEST_RANK.format(same="1"), **columns)
+    plan = _plan(path, ranked, {"family": "", "rows": 8})
+    assert "SEARCH p USING COVERING INDEX problem_family (family=? AND rows=?)" in plan
+    assert "SEARCH t USING COVERING INDEX trial_best (problem_id=?)" in plan
     nearest = reader.NEAREST.format(family="p.family", beyond="< :rows", usable=reader.USABLE[False], order="desc")
     plan = _plan(path, nearest, {"family": "", "rows": 8})
     assert "SEARCH p USING COVERING INDEX problem_family (family=? AND rows<?)" in plan and "TEMP B-TREE" not in plan
