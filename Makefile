@@ -12,12 +12,13 @@ search: setup
 report doctor: setup
 	$(BIN)/dsv4tune $@ $(ARGS)
 
-# In an environment of its own, because it pins torch.
+# In an environment of its own, because it pins torch. What needs a GPU runs by itself there, else it is skipped.
 test: .venv-test/.installed
 	.venv-test/bin/ruff check .
 	.venv-test/bin/ruff format --check .
 	.venv-test/bin/mypy
-	.venv-test/bin/python -m pytest $(ARGS)
+	.venv-test/bin/python -m pytest -m "not gpu" -n 2 --dist loadfile $(ARGS)
+	.venv-test/bin/python -m pytest -m gpu -q $(ARGS)
 
 # Templates, compiler and interpreter with the oldest supported Triton, in an environment of its own.
 test-oldest: .venv-oldest/.installed
