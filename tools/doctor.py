@@ -198,8 +198,7 @@ def _database(named: Path | None) -> Finding:
     try:
         store = Store(path, create=False)
         try:
-            keys = store.problems()
-            trials = sum(sum(store.counts(key, over).values()) for key in keys for over in store.ranges(key))
+            keys, trials = store.problems(), store.total()
         finally:
             store.close()
     except (StoreError, ValueError, OSError) as error:
