@@ -187,9 +187,13 @@ class Store:
 
     # -- reading ------------------------------------------------------------------------------------------------
 
-    def _rows(self, query: str, values: Any = None) -> Iterator[dict[str, Any]]:
+    def _rows(self, query: str, values: Any = ()) -> Iterator[dict[str, Any]]:
         try:
-            yield from self.db.query(query, values)
+            # Not by sqlite-utils, which costs as much again for one row.
+            found = self.db.conn.execute(query, values)
+            names = [column[0] for column in found.description]
+            for row in found:
+                yield dict(zip(names, row, strict=True))
         except UNREADABLE as error:
             raise StoreError(f"can't read {self.path} ({error}): use another --db") from error
 
