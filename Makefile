@@ -22,7 +22,7 @@ test: .venv-test/.installed
 
 # Templates, compiler and interpreter with the oldest supported Triton, in an environment of its own.
 test-oldest: .venv-oldest/.installed
-	.venv-oldest/bin/python -m pytest tests/codegen tests/tools/test_interpret.py $(ARGS)
+	.venv-oldest/bin/python -m pytest -n 2 --dist loadfile tests/codegen tests/tools/test_interpret.py $(ARGS)
 
 .venv-oldest/.installed: pyproject.toml tests/constraints-oldest.txt
 	$(PYTHON) -m venv .venv-oldest
