@@ -12,10 +12,20 @@ from dsv4tune.codegen.problem import Problem, Silicon
 from dsv4tune.runtime.dispatch import Key
 from dsv4tune.runtime.kernels import key_of
 
-#: Requests of the graphs that SGLang 0.5.23 captures by default (model_executor's sizes): up to 512, and up to 256
-#: with speculative decoding, where a request has a row for each draft token.
-CAPTURED = (1, 2, 4, 8, 12, *range(16, 257, 8), *range(272, 513, 16))
-CAPTURED_DRAFTS = (*range(1, 9), *range(10, 33, 2), *range(40, 65, 4), *range(72, 257, 8))
+
+def batches(most: int, speculative: bool, padding: bool = True) -> list[int]:
+    """The batches that SGLang 0.5.23 captures up to a largest one (model_executor's sizes)."""
+    if not padding:
+        return list(range(1, most + 1))
+    if speculative:
+        steps = (*range(1, 9), *range(10, 33, 2), *range(40, 65, 4), *range(72, 257, 8), *range(272, most + 1, 16))
+    else:
+        steps = (1, 2, 4, 8, 12, *range(16, 257, 8), *range(272, 512, 16), *range(512, most + 1, 32))
+    return sorted({*(size for size in steps if size <= most), most})
+
+
+#: Requests of the graphs that it captures by default: up to 512, and up to 256 with speculative decoding.
+CAPTURED, CAPTURED_DRAFTS = tuple(batches(512, False)), tuple(batches(256, True))
 
 #: Heads that SGLang pads an MLA decode's query to, where the kernel behind it takes no fewer.
 PADDED_HEADS = 64
@@ -100,6 +110,11 @@ def _served(
         return []
 
 
+def captured_rows(draft_tokens: int) -> list[int]:
+    """Of the calls that SGLang captures by default; a request that is verified has a row for each draft token."""
+    return [size * draft_tokens for size in CAPTURED_DRAFTS] if draft_tokens > 1 else list(CAPTURED)
+
+
 def table_pages(context: int, draft_tokens: int) -> int:
     return -(-(context + 4 + draft_tokens) // TABLE_PAGE)
 
@@ -126,7 +141,6 @@ def server(
     """
     if MODEL_HEADS % tp:
         raise ValueError(f"--tp {tp} doesn't divide the model's {MODEL_HEADS} heads")
-    if rows is None:
-        rows = [size * draft_tokens for size in CAPTURED_DRAFTS] if draft_tokens > 1 else CAPTURED
+    rows = captured_rows(draft_tokens) if rows is None else rows
     table = table_pages(context, draft_tokens)
     return Server(table, tuple(rows), (chunk,) if chunk else (), (MODEL_HEADS // tp,), extras(table, topk))

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from dsv4tune.codegen.devices import Device
-from dsv4tune.runtime.wanted import MODEL_HEADS, Server, extras, table_pages
+from dsv4tune.runtime.wanted import MODEL_HEADS, Server, batches, extras, table_pages
 
 #: SGLang's default of requests at a time for DeepSeek-V4.
 RUNNING = 256
@@ -245,17 +245,6 @@ def _captured(
     if not kept:
         raise ValueError(f"--like: no captured batch fits {room} requests at a time in multiples of {multiple}")
     return kept
-
-
-def batches(most: int, speculative: bool, padding: bool = True) -> list[int]:
-    """The batches that SGLang captures up to a largest one."""
-    if not padding:
-        return list(range(1, most + 1))
-    if speculative:
-        steps = (*range(1, 9), *range(10, 33, 2), *range(40, 65, 4), *range(72, 257, 8), *range(272, most + 1, 16))
-    else:
-        steps = (1, 2, 4, 8, 12, *range(16, 257, 8), *range(272, 512, 16), *range(512, most + 1, 32))
-    return sorted({*(size for size in steps if size <= most), most})
 
 
 def _decode_config(given: Any) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from dsv4tune.codegen.devices import DEVICES
+from dsv4tune.runtime import wanted
 from dsv4tune.tools import like
 
 CARD = DEVICES["rtx-pro-6000"]
@@ -58,7 +59,7 @@ def test_batches_are_those_that_sglang_generates(most: int, speculative: str | N
     hook = importlib.import_module("sglang.srt.arg_groups.cuda_graph_hook")
     args = raw(speculative_algorithm=speculative, disable_cuda_graph_padding=not padding)
     theirs = hook.generate_decode_cuda_graph_batch_sizes(args, most)
-    assert like.batches(most, speculative is not None, padding) == sorted(set(theirs))
+    assert wanted.batches(most, speculative is not None, padding) == sorted(set(theirs))
 
 
 @pytest.mark.parametrize("gigabytes", [16, 24, 32, 48, 80, 96, 141, 180])

@@ -204,10 +204,10 @@ def read_weight(text: str) -> float:
 
 
 def read_rows(text: str, draft_tokens: int = 0) -> list[int]:
-    from dsv4tune.runtime.wanted import CAPTURED, CAPTURED_DRAFTS
+    from dsv4tune.runtime.wanted import captured_rows
 
     if text == "captured":
-        return [size * draft_tokens for size in CAPTURED_DRAFTS] if draft_tokens > 1 else list(CAPTURED)
+        return captured_rows(draft_tokens)
     return list(dict.fromkeys(read_count(part, "--rows") for part in text.split(",")))
 
 
@@ -245,7 +245,7 @@ def served(
     """
     from dsv4tune.runtime import wanted
 
-    counts = None if rows == "captured" else [read_count(part, "--rows") for part in rows.split(",")]
+    counts = None if rows == "captured" else read_rows(rows)
     if like is None:
         refuse_memory(gpu_memory)
         tokens = read_count(context or "1M", "--context")
