@@ -116,6 +116,11 @@ class Profile:
         if bad:
             raise ValueError(f"live length {bad[0]} is outside 1..{self.width}, the width that the context allows")
 
+    def score(self, times: Mapping[int, float], against: Mapping[int, float]) -> float:
+        """Weighted geometric mean over the lengths of time against the yardstick's."""
+        logs = (w * math.log(times[n] / against[n]) for n, w in zip(self.lengths, self.weights, strict=True))
+        return math.exp(sum(logs) / sum(self.weights))
+
     def to_json(self) -> dict[str, Any]:
         """As it is stored; see `dsv4tune.tuned.records.Range`."""
         return {

@@ -15,7 +15,6 @@ from dsv4tune.codegen.space import Config
 from dsv4tune.tools.tune import best_json
 from dsv4tune.tuned.records import Trial
 from dsv4tune.tuned.store import Filter, Store
-from dsv4tune.tuned.trust import card_of
 
 
 def overview(path: Path, only: Filter) -> Iterator[dict[str, Any]]:
@@ -74,7 +73,7 @@ def details(path: Path, only: Filter) -> list[dict[str, Any]]:
 
 def _words(op: Op[Any, Any], problem: Problem, trial: Trial) -> dict[str, str]:
     """What each word of the config decides."""
-    return {p.name: p.help for p in op.space(problem, card_of(trial.device, problem)).parameters}
+    return {p.name: p.help for p in op.space(problem, trial.device.card(problem.silicon)).parameters}
 
 
 def _source(op: Op[Any, Any], problem: Problem, trial: Trial) -> Source | None:

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dsv4tune.codegen.devices import KB, Device
-from dsv4tune.codegen.problem import Problem, Silicon
+from dsv4tune.codegen.devices import Device
+from dsv4tune.codegen.ops.mla_decode_call import CACHES
+from dsv4tune.codegen.problem import Problem
 from dsv4tune.runtime.wanted import Server
 from dsv4tune.tools import explain
 from dsv4tune.tools.like import spread
-from dsv4tune.tuned.records import DeviceRecord
 from dsv4tune.tuned.selector import Decision, Policy
 
 Say = Callable[[str], None]
@@ -38,13 +38,11 @@ class Strip:
         return sum(cell.state in states for cell in self.cells)
 
 
-def strips(
-    device: DeviceRecord, kernel: str, server: Server, context: int, database: Path | None, say: Say
-) -> list[Strip]:
+def strips(card: Device, kernel: str, server: Server, context: int, database: Path | None, say: Say) -> list[Strip]:
     """One strip for each kind of call of this kernel that such a server makes; what none of its calls fits has none."""
-    found = decisions(device, kernel, server, "measured", database, say)
+    found = decisions(card, kernel, server, "measured", database, say)
     # The same lines were told by the first look.
-    lenient = decisions(device, kernel, server, "predicted", database, lambda line: None)
+    lenient = decisions(card, kernel, server, "predicted", database, lambda line: None)
     predicted = {d.problem.key: d for d in lenient}
     grouped: dict[str, list[Cell]] = {}
     problems: dict[str, Problem] = {}
@@ -59,10 +57,8 @@ def strips(
 
 
 def decisions(
-    device: DeviceRecord, kernel: str, server: Server, policy: Policy, database: Path | None, say: Say
+    card: Device, kernel: str, server: Server, policy: Policy, database: Path | None, say: Say
 ) -> list[Decision]:
-    silicon = Silicon(device.capability, device.sm_count, device.shared_bytes)
-    card = Device(device.name, silicon, device.shared_bytes + KB, device.l2_bytes, 1.0, "its record")
     request = explain.Request(server, [kernel], card, policy, database)
     return [decision for _, decision in explain.decide(request, say)]
 
@@ -84,9 +80,10 @@ def _cell(decision: Decision, lenient: Decision) -> Cell:
 def _name(problem: Problem) -> str:
     if problem.op != "mla_decode":
         return problem.op
-    caches = {0: "layers without a compressed cache", 64: "c4 layers", 2: "c128 layers"}
     size = getattr(problem, "extra_page_size", 0)
-    return f"mla_decode, {getattr(problem, 'heads', 0)} heads, {caches.get(size, f'pages of {size}')}"
+    layers = f"{CACHES[size]} layers" if size in CACHES else f"pages of {size}"
+    layers = layers if size else "layers without a compressed cache"
+    return f"mla_decode, {getattr(problem, 'heads', 0)} heads, {layers}"
 
 
 def command(problem: Problem, context: int, rows: Sequence[int]) -> str:
@@ -97,7 +94,8 @@ def command(problem: Problem, context: int, rows: Sequence[int]) -> str:
     parts.append(f"--context {written(context)}")
     if problem.op == "mla_decode":
         size, width = getattr(problem, "extra_page_size", 0), getattr(problem, "extra_width", 0)
-        cache = {0: "none", 2: "c128"}.get(size, "c4" if width == 512 else "c4-pro")
+        cache = CACHES.get(size, "c4")
+        cache = "c4-pro" if cache == "c4" and width != 512 else cache
         parts.append(f"--heads {getattr(problem, 'heads', 0)} --cache {cache}")
     return " ".join(parts)
 

@@ -19,7 +19,6 @@ from dsv4tune.runtime.compilers import Job
 from dsv4tune.runtime.wanted import Server
 from dsv4tune.tools import coverage, gpu, peers
 from dsv4tune.tuned.reader import default_path
-from dsv4tune.tuned.records import DeviceRecord
 from dsv4tune.tuned.store import Store, StoreError
 
 #: ``ok``; ``note``: works, and should be known; ``gap``: something to tune; ``broken``: has to be mended.
@@ -222,18 +221,10 @@ def _baselines(card: Device) -> Iterator[Finding]:
 
 
 def _entries(card: Device, request: Request) -> Iterator[Finding]:
-    s = card.silicon
-    record = DeviceRecord(
-        capability=s.capability,
-        sm_count=s.sm_count,
-        shared_bytes=s.shared_bytes,
-        l2_bytes=card.l2_bytes,
-        name=card.name,
-    )
     told: list[str] = []
     for name in ops.OPS:
         try:
-            found = coverage.strips(record, name, request.server, request.context, request.database, told.append)
+            found = coverage.strips(card, name, request.server, request.context, request.database, told.append)
         except ValueError as error:
             yield Finding(f"entries of {name}", "note", str(error))
             continue

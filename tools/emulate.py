@@ -17,7 +17,7 @@ from dsv4tune.codegen.render import render
 from dsv4tune.codegen.retarget import retarget
 from dsv4tune.codegen.space import Config
 from dsv4tune.runtime.launch import Variant
-from dsv4tune.tools.evaluate import environment, finished_trial, floors_us, predicted_us, score
+from dsv4tune.tools.evaluate import environment, finished_trial, floors_us, predicted_us
 from dsv4tune.tools.executor import Answer, Poisoned, collect
 from dsv4tune.tools.measure import Setup, check
 from dsv4tune.tools.workers import Pool
@@ -98,7 +98,7 @@ class Emulated:
             source_sha=render(op, c.problem, c.config).sha,
             status="ok",
             provenance="predicted",
-            score=round(score(times, floors_us(setup), setup.profile), 6),
+            score=round(setup.profile.score(times, floors_us(c.problem, setup.profile, device.bandwidth)), 6),
             yardstick="byte floor",
             times_us={n: round(us, 4) for n, us in times.items()},
             error=self.error,

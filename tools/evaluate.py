@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from importlib import metadata
 from typing import Any
@@ -14,7 +14,7 @@ from dsv4tune import __version__
 from dsv4tune.codegen import cost, ops
 from dsv4tune.codegen.compile import Report, cache_environment, ptxas_version
 from dsv4tune.codegen.op import Verdict
-from dsv4tune.codegen.problem import Profile
+from dsv4tune.codegen.problem import Problem, Profile
 from dsv4tune.codegen.render import render
 from dsv4tune.codegen.space import Config
 from dsv4tune.tools import gpu
@@ -123,13 +123,6 @@ def environment(arch: int, on_gpu: bool) -> Environment:
     )
 
 
-def score(times: Mapping[int, float], against: Mapping[int, float], profile: Profile) -> float:
-    """Weighted geometric mean over the profile of time against the yardstick's."""
-    total = sum(profile.weights)
-    logs = (w * math.log(times[n] / against[n]) for n, w in zip(profile.lengths, profile.weights, strict=True))
-    return math.exp(sum(logs) / total)
-
-
 class Evaluation:
     """Evaluates configs of one problem; see `dsv4tune.tools.search.Evaluator`."""
 
@@ -137,7 +130,7 @@ class Evaluation:
         self.setup, self.pools, self.baseline = setup, pools, baseline
         self.op = ops.get(setup.problem.op)
         self.environment = environment(setup.problem.silicon.arch, pools.on_gpu)
-        self.floors = floors_us(setup)
+        self.floors = floors_us(setup.problem, setup.profile, setup.device.bandwidth)
         self._reports: dict[Config, tuple[str, Report, float]] = {}
         pools.prepare(setup)
 
@@ -199,7 +192,7 @@ class Evaluation:
         return self._trial(
             config,
             "ok",
-            score=round(score(times, beside or self.floors, self.setup.profile), 6),
+            score=round(self.setup.profile.score(times, beside or self.floors), 6),
             yardstick=baseline.name if baseline is not None else "byte floor",
             times_us=_rounded(times),
             spread=_rounded(spread),
@@ -229,11 +222,11 @@ def finished_trial(
     setup: Setup, environment: Environment, config: Config, report: Report | None, **result: Any
 ) -> Trial:
     """A trial that ends now."""
-    problem, device = setup.problem, setup.device
+    problem = setup.problem
     return Trial(
         problem=problem.to_json(),
         problem_key=problem.key,
-        device=DeviceRecord(**asdict(device.silicon), l2_bytes=device.l2_bytes, name=plain(device.name)),
+        device=DeviceRecord.of(setup.device),
         environment=environment,
         config=dict(config),
         range=Range(**setup.profile.to_json()),
@@ -244,11 +237,11 @@ def finished_trial(
     )
 
 
-def floors_us(setup: Setup) -> dict[int, float]:
-    """By live length: every byte once at the vendor's bandwidth."""
-    op, problem, profile = ops.get(setup.problem.op), setup.problem, setup.profile
+def floors_us(problem: Problem, profile: Profile, bandwidth: float) -> dict[int, float]:
+    """By live length: every byte once at the vendor's bandwidth, in bytes a second."""
+    op = ops.get(problem.op)
     moved = {n: op.bytes_moved(problem, op.shape(problem, profile, n)) for n in profile.lengths}
-    return {n: bytes_ / setup.device.bandwidth * 1e6 for n, bytes_ in moved.items()}
+    return {n: bytes_ / bandwidth * 1e6 for n, bytes_ in moved.items()}
 
 
 def predicted_us(setup: Setup, config: Config, report: Report) -> dict[int, float]:

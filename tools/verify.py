@@ -9,7 +9,6 @@ from typing import Any
 
 from dsv4tune.codegen import devices, ops
 from dsv4tune.codegen.devices import Device
-from dsv4tune.codegen.problem import Profile
 from dsv4tune.tools.evaluate import Evaluation, Pools, default_jobs
 from dsv4tune.tools.measure import Setup
 from dsv4tune.tools.tune import timed_baseline
@@ -93,9 +92,7 @@ def _by_setup(entries: Sequence[Entry], card: Device) -> Iterator[tuple[Setup, l
     for entry in entries:
         groups.setdefault((entry.problem_key, entry.range.model_dump_json()), []).append(entry)
     for same in groups.values():
-        over = same[0].range
-        profile = Profile(over.width, tuple(over.lengths), tuple(over.weights), over.causal)
-        yield Setup(ops.problem_from_json(same[0].problem), profile, card, 0), same
+        yield Setup(ops.problem_from_json(same[0].problem), same[0].range.profile, card, 0), same
 
 
 def _measured(setup: Setup, entries: Sequence[Entry], say: Say) -> Iterator[tuple[Entry, Trial]]:

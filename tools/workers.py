@@ -162,9 +162,7 @@ class Pool(Executor):
             elif late:
                 answer = self._end(number, job, "timeout", f"no answer in {self._limit(worker):g} s")
             elif look and self._takes_too_much(worker):
-                answer = self._end(
-                    number, job, "died", f"took more than {(self.memory or 0) / 2**30:.3g} GiB of memory"
-                )
+                answer = self._end(number, job, "died", f"took more than {_gib(self.memory)} of memory")
             answer = answer and self._settle(number, job, answer)
             if answer is not None:
                 answers.append(answer)

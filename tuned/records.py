@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import re
+from dataclasses import asdict
 from functools import lru_cache
 from importlib import metadata
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from dsv4tune.codegen.devices import KB, Device
+from dsv4tune.codegen.problem import Profile, Silicon
+from dsv4tune.codegen.space import Config
 
 # Names and versions are shown, compared and never run: no quotes, brackets of code, slashes or line ends.
 _TEXT = r"^[A-Za-z0-9 ._+,:@\[\]-]*$"
@@ -52,6 +57,20 @@ class DeviceRecord(Record):
     l2_bytes: Count
     name: Text
 
+    @classmethod
+    def of(cls, device: Device) -> DeviceRecord:
+        return cls(**asdict(device.silicon), l2_bytes=device.l2_bytes, name=plain(device.name))
+
+    @property
+    def silicon(self) -> Silicon:
+        return Silicon(self.capability, self.sm_count, self.shared_bytes)
+
+    def card(self, silicon: Silicon | None = None) -> Device:
+        """The device, as far as a space asks for it; of this silicon where a foreign record may say another."""
+        known = silicon or self.silicon
+        # An SM has 1 KB beside what one program may take.
+        return Device(self.name, known, known.shared_bytes + KB, self.l2_bytes, 1.0, "its record")
+
 
 class Environment(Record):
     """What compiled and timed a trial; empty where there was none."""
@@ -79,6 +98,15 @@ class Range(Record):
     lengths: list[int]
     weights: list[float]
     causal: bool = False
+
+    @property
+    def profile(self) -> Profile:
+        """What it was made from.
+
+        Raises:
+            ValueError: it is no such thing, as in a foreign file.
+        """
+        return Profile(self.width, tuple(self.lengths), tuple(self.weights), self.causal)
 
 
 class Resources(Record):
@@ -198,6 +226,24 @@ class Entry(Record):
     @classmethod
     def of(cls, trial: Trial) -> Entry:
         return cls.model_validate(trial, from_attributes=True)
+
+    def standing(self, here: bool, same_compiler: bool) -> tuple[Any, ...]:
+        """Orders entries of one problem, the one to go by first: better evidence, then one beside the server's kernel
+        before one without, a wider range before a narrower, then the lowest score. SQL says the same in
+        `dsv4tune.tuned.reader.BEST_RANK`.
+
+        Args:
+            here: measured by this machine's own searches.
+            same_compiler: made with the compiler that runs here.
+        """
+        return (
+            evidence(self.provenance, here, same_compiler),
+            self.yardstick == "byte floor",
+            -self.range.width,
+            -len(self.range.lengths),
+            self.score,
+            Config(self.config).key,
+        )
 
     def trial(self, imported: str) -> Trial:
         """As it is kept in a database that it came to from elsewhere."""

@@ -20,7 +20,7 @@ from dsv4tune.codegen.problem import Problem, Silicon
 from dsv4tune.codegen.space import Config
 from dsv4tune.tuned.files import parsed
 from dsv4tune.tuned.reader import Stored
-from dsv4tune.tuned.records import Entry, evidence
+from dsv4tune.tuned.records import Entry
 from dsv4tune.tuned.trust import Distrust, valid_config
 
 if TYPE_CHECKING:
@@ -369,18 +369,9 @@ def _parsed(items: Any, origin: str, tell: Tell) -> Iterator[Found]:
 
 
 def _rank(one: Found, order: Sequence[str], rules: Rules) -> tuple[Any, ...]:
-    """Better evidence first; then files in their order, one beside the server's kernel before one without, a wider
-    range before a narrower, then the lowest score: of one file the order of `dsv4tune.tuned.reader.BEST_RANK`."""
-    e = one.entry
-    return (
-        evidence(e.provenance, one.here, rules.same_compiler(e)),
-        order.index(one.origin),
-        e.baseline is None,
-        -e.range.width,
-        -len(e.range.lengths),
-        e.score,
-        Config(e.config).key,
-    )
+    """Better evidence first, then files in their order; of one file that of `dsv4tune.tuned.records.Entry.standing`."""
+    stands, *rest = one.entry.standing(one.here, rules.same_compiler(one.entry))
+    return (stands, order.index(one.origin), *rest)
 
 
 def _other(entry: Entry, rules: Rules) -> str:

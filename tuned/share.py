@@ -1,7 +1,7 @@
 """Tuned entries from one database to another: export, import, merge, diff.
 
-Which of two entries for a problem wins is said once, in `dsv4tune.tuned.records.evidence`: better evidence, then the
-faster. An import adds to a database and removes nothing, so both stay in its history.
+Which of two entries for a problem wins is said once, in `dsv4tune.tuned.records.Entry.standing`: better evidence, then
+the faster. An import adds to a database and removes nothing, so both stay in its history.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dsv4tune.codegen.space import Config
 from dsv4tune.tuned import trust
 from dsv4tune.tuned.files import FileRefused, Source, opened
-from dsv4tune.tuned.records import Entry, Trial, evidence, triton_version
+from dsv4tune.tuned.records import Entry, Trial, triton_version
 from dsv4tune.tuned.store import EVERYTHING, Filter, Store, StoreError
 
 # -- out --------------------------------------------------------------------------------------------------------
@@ -149,14 +148,7 @@ def _consider(entry: Entry, store: Store | None, summary: Summary) -> bool:
 
 def standing(entry: Entry, here: bool, triton: str) -> tuple[Any, ...]:
     """Orders entries of one problem, the one to go by first; the same order as `Store.best`."""
-    return (
-        evidence(entry.provenance, here, entry.environment.triton == triton),
-        entry.yardstick == "byte floor",
-        -entry.range.width,
-        -len(entry.range.lengths),
-        entry.score,
-        Config(entry.config).key,
-    )
+    return entry.standing(here, entry.environment.triton == triton)
 
 
 def _figure(one: Trial | Entry) -> str:

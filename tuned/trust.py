@@ -9,11 +9,10 @@ from __future__ import annotations
 import math
 
 from dsv4tune.codegen import ops
-from dsv4tune.codegen.devices import KB, Device
-from dsv4tune.codegen.problem import Problem, Profile
+from dsv4tune.codegen.problem import Problem
 from dsv4tune.codegen.render import render
 from dsv4tune.codegen.space import Config
-from dsv4tune.tuned.records import DeviceRecord, Entry
+from dsv4tune.tuned.records import Entry
 
 #: How far a score may lie from the one that its own times give; times are rounded to a tenth of a nanosecond.
 _SCORE_TOLERANCE = 1e-3
@@ -57,16 +56,9 @@ def valid_config(entry: Entry, problem: Problem) -> Config:
         Distrust: the space has no such config for these rows.
     """
     try:
-        return ops.get(problem.op).space(problem, card_of(entry.device, problem)).check(entry.config)
+        return ops.get(problem.op).space(problem, entry.device.card(problem.silicon)).check(entry.config)
     except ValueError as error:
         raise Distrust("config", str(error)) from error
-
-
-def card_of(record: DeviceRecord, problem: Problem) -> Device:
-    """A recorded device, as far as a space asks for it."""
-    # An SM has 1 KB beside what one program may take.
-    shared = problem.silicon.shared_bytes
-    return Device(record.name, problem.silicon, shared + KB, record.l2_bytes, 1.0, "its record")
 
 
 def _problem(entry: Entry) -> Problem:
@@ -91,7 +83,7 @@ def _same_silicon(entry: Entry, problem: Problem) -> None:
 def _figures(entry: Entry) -> None:
     over, beside = entry.range, entry.baseline
     try:
-        Profile(over.width, tuple(over.lengths), tuple(over.weights), over.causal)
+        profile = over.profile
     except ValueError as error:
         raise Distrust("range", str(error)) from error
     for name, times in (("times_us", entry.times_us), ("spread", entry.spread)):
@@ -107,10 +99,6 @@ def _figures(entry: Entry) -> None:
         raise Distrust("baseline", "a predicted entry was timed beside nothing")
     if set(beside.times_us) != set(over.lengths):
         raise Distrust("baseline.times_us", f"is of lengths {sorted(beside.times_us)}, not the range's")
-    logs = (
-        weight * math.log(entry.times_us[n] / beside.times_us[n])
-        for n, weight in zip(over.lengths, over.weights, strict=True)
-    )
-    score = math.exp(sum(logs) / sum(over.weights))
+    score = profile.score(entry.times_us, beside.times_us)
     if not math.isclose(score, entry.score, rel_tol=_SCORE_TOLERANCE):
         raise Distrust("score", f"{entry.score:g}, and its own times give {score:.6f}")

@@ -17,7 +17,7 @@ from dsv4tune.codegen.compile import compile_config
 from dsv4tune.codegen.devices import DEVICES
 from dsv4tune.codegen.space import Config
 from dsv4tune.tools import peers
-from dsv4tune.tools.evaluate import floors_us, predicted_us, score
+from dsv4tune.tools.evaluate import floors_us, predicted_us
 from dsv4tune.tools.measure import Setup
 from dsv4tune.tools.search import Proposer, search
 
@@ -65,11 +65,12 @@ def test_every_config_is_right_by_the_interpreter() -> None:
 def test_it_compiles_for_a_card_that_is_not_here_and_is_ranked(op: RowSum) -> None:
     problem = op.problem(64, CARD.silicon)
     setup = Setup(problem, op.profile(problem, 4096), CARD, 0)
+    floors = floors_us(problem, setup.profile, CARD.bandwidth)
     found = {}
     for config in op.space(problem, CARD).valid():
         report = compile_config(op, problem, config).report
         assert report.refusal(CARD.silicon) is None and report.spill_bytes == 0
-        found[config] = score(predicted_us(setup, config, report), floors_us(setup), setup.profile)
+        found[config] = setup.profile.score(predicted_us(setup, config, report), floors)
     assert len(found) == 10 and len(set(found.values())) > 1
     assert all(value > 1.0 for value in found.values()), "nothing beats the byte floor"
 

@@ -55,7 +55,7 @@ def report_command(
     Exit status: 0 written, 2 for bad input or with nothing to show.
     """
     from dsv4tune.codegen import devices
-    from dsv4tune.tuned.files import write_whole
+    from dsv4tune.tuned import files
 
     try:
         from dsv4tune.tools.report import budget, page
@@ -72,10 +72,7 @@ def report_command(
         return page.render(wanted, say)
 
     text = reading(render)
-    try:
-        write_whole(output, [text])
-    except OSError as error:
-        fail(f"can't write {output} ({error.strerror or error}): choose another file with -o")
+    reading(lambda: files.write(str(output), [text]))
     typer.echo(f"wrote {output}: open it in a browser")
 
 

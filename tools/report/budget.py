@@ -7,13 +7,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from dsv4tune.codegen.ops.mla_decode_call import CACHES
 from dsv4tune.codegen.problem import Problem
 from dsv4tune.tools.report.collect import Section, Studied
 from dsv4tune.tuned.records import Entry
 
 #: Layers of DeepSeek-V4-Flash by their compressed cache: 43, of which the first two have none.
 FLASH = {"none": 2, "c4": 21, "c128": 20}
-_CACHES = {0: "none", 64: "c4", 2: "c128"}
 #: Tokens for an entry of each compressed cache.
 _RATIOS = {"c4": 4, "c128": 128}
 
@@ -104,12 +104,12 @@ def part_name(problem: Problem) -> str:
     if problem.op != "mla_decode":
         return problem.op
     cache = getattr(problem, "extra_page_size", 0)
-    return f"mla_decode {_CACHES.get(cache, cache)}"
+    return f"mla_decode {CACHES.get(cache, cache)}"
 
 
 def _part(name: str, one: Studied, layers: Mapping[str, int], contexts: Sequence[int]) -> Part:
     assert one.best is not None
-    cache = "c4" if one.problem.op == "indexer" else _CACHES.get(getattr(one.problem, "extra_page_size", 0), "none")
+    cache = "c4" if one.problem.op == "indexer" else CACHES.get(getattr(one.problem, "extra_page_size", 0), "none")
     count = layers.get(cache, 0)
     most = max(one.range.lengths)
     lives = [min(most, max(1, context // _RATIOS.get(cache, 1))) for context in dict.fromkeys(contexts)]

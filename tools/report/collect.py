@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from dsv4tune.codegen import devices, ops
-from dsv4tune.codegen.problem import Problem, Profile
+from dsv4tune.codegen.ops.mla_decode_call import CACHES
+from dsv4tune.codegen.problem import Problem
+from dsv4tune.tools.evaluate import floors_us
 from dsv4tune.tuned.records import DeviceRecord, Entry, Range, Trial
 from dsv4tune.tuned.selector import shipped
 from dsv4tune.tuned.store import Filter, Store
@@ -81,9 +83,8 @@ class Studied:
         if self.problem.op != "mla_decode":
             return ""
         page, width = getattr(self.problem, "extra_page_size", 0), getattr(self.problem, "extra_width", 0)
-        cache = {0: "no compressed cache", 64: f"c4, {width:,} columns", 2: f"c128, {width:,} columns"}
-        heads = getattr(self.problem, "heads", 0)
-        return f"{heads} heads, {cache.get(page, f'pages of {page}, {width:,} columns')}"
+        cache = f"{CACHES.get(page, f'pages of {page}')}, {width:,} columns" if page else "no compressed cache"
+        return f"{getattr(self.problem, 'heads', 0)} heads, {cache}"
 
     @cached_property
     def floors_us(self) -> dict[int, float]:
@@ -91,10 +92,7 @@ class Studied:
         bandwidth = devices.bandwidth(self.problem.silicon, self.device.name)
         if bandwidth is None:
             return {}
-        op, r = ops.get(self.problem.op), self.range
-        profile = Profile(r.width, tuple(r.lengths), tuple(r.weights), r.causal)
-        moved = {n: op.bytes_moved(self.problem, op.shape(self.problem, profile, n)) for n in r.lengths}
-        return {n: bytes_ / bandwidth * 1e6 for n, bytes_ in moved.items()}
+        return floors_us(self.problem, self.range.profile, bandwidth)
 
 
 @dataclass(frozen=True)
@@ -146,11 +144,11 @@ def sections(path: Path | None, benches: Sequence[Bench], kernel: str | None, sa
         for one in _stored(path, kernel):
             known.add((one.problem.key, one.best.provenance if one.best is not None else ""))
             add(one)
-    cards = {_silicon(group.device) for group in grouped.values()}
+    cards = {group.device.silicon for group in grouped.values()}
     benched = {bench.device for bench in benches}
     for entry in shipped():
         asked = kernel is None or entry.problem["op"] == kernel
-        near = not cards or _silicon(entry.device) in cards or entry.device.name in benched
+        near = not cards or entry.device.silicon in cards or entry.device.name in benched
         if asked and near and (entry.problem_key, "measured") not in known:
             problem = ops.problem_from_json(entry.problem)
             add(Studied(problem, entry.range, entry.device, (), entry, "shipped with dsv4tune"))
@@ -163,10 +161,6 @@ def sections(path: Path | None, benches: Sequence[Bench], kernel: str | None, sa
         if not any(bench in section.benches for section in found):
             say(f"{bench.path} is of {bench.kernel} on {bench.device}, of which nothing else is known: left out")
     return sorted(found, key=lambda section: (-section.trials, section.kernel, section.device.name))
-
-
-def _silicon(device: DeviceRecord) -> tuple[str, int, int]:
-    return device.capability, device.sm_count, device.shared_bytes
 
 
 def _stored(path: Path, kernel: str | None) -> Iterator[Studied]:

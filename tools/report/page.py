@@ -128,7 +128,9 @@ def _view(section: Section, request: Request, database: Path | None, say: Say) -
         "server": name,
         "families": [_family(family, grouped[family], section, name) for family in families],
         "opened": mine if mine in " ".join(families) else families[0],
-        "strips": coverage.strips(section.device, section.kernel, request.server, request.context, database, say),
+        "strips": coverage.strips(
+            section.device.card(), section.kernel, request.server, request.context, database, say
+        ),
         "benches": [_bench(bench, name) for bench in section.benches],
     }
 
