@@ -35,7 +35,7 @@ def compile_all(setup: Setup, configs: list[Config]) -> list[Config]:
     found = []
     while pools.compilers.pending:
         for _, answer in collect([pools.compilers], 1.0):
-            if answer.kind == "ok" and answer.value[1].refusal(setup.problem.silicon) is None:
+            if answer.kind == "ok" and answer.value.report.refusal(setup.problem.silicon) is None:
                 found.append(answer.tag)
     pools.close()
     return sorted(found, key=configs.index)

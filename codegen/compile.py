@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import struct
 import subprocess
 import tempfile
 import time
@@ -79,6 +80,12 @@ class Kernel:
         """What it takes; read off the binary when first asked for, because who only launches it need not wait."""
         return _report(list(self.compiled.values()), self.seconds)
 
+    @cached_property
+    def code(self) -> str:
+        """SHA-256 of what the machine runs and how it is launched, without what only debuggers read: configs of one
+        code and one launch plan are one kernel, however different their words."""
+        return _code(self.compiled)
+
 
 def cache_environment() -> dict[str, str]:
     """Where Triton keeps its binaries, for the environment of every process that compiles or launches.
@@ -138,6 +145,45 @@ def first_line(error: BaseException) -> str:
     """An exception as one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
+
+
+# -- the code ---------------------------------------------------------------------------------------------------
+
+#: Of Triton's words, those by which its launcher launches a binary.
+_LAUNCHED = ("shared", "num_warps", "num_ctas", "launch_pdl", "launch_cooperative_grid", "global_scratch_size")
+
+
+def _code(compiled: Mapping[str, Any]) -> str:
+    found = hashlib.sha256()
+    for name, one in compiled.items():
+        launched = [(word, getattr(one.metadata, word, None)) for word in _LAUNCHED]
+        found.update(f"{name} {launched} {getattr(one.metadata, 'tensordesc_meta', None)}\n".encode())
+        for section in _sections(one.asm["cubin"]):
+            found.update(section)
+    return found.hexdigest()
+
+
+#: ELF64: an entry of the section table, and where a file's header says where that table is and how long.
+_SECTION, _TABLE_AT, _TABLE_SIZE = struct.Struct("<IIQQQQIIQQ"), struct.Struct("<40xQ"), struct.Struct("<58xHHH")
+_NOBITS = 8
+
+
+def _sections(cubin: bytes) -> list[bytes]:
+    """Name, kind, length and bytes of each section that is not a debugger's.
+
+    Lines of the source are what two binaries of the same instructions differ by; where a section lies in the file
+    says nothing. What is unknown is kept: at worst two that are the same count as different.
+    """
+    (at,), (size, count, names) = _TABLE_AT.unpack_from(cubin), _TABLE_SIZE.unpack_from(cubin)
+    table = [_SECTION.unpack_from(cubin, at + number * size) for number in range(count)]
+    found = []
+    for name_at, kind, flags, _, start, length, *_ in table:
+        start_of_name = table[names][4] + name_at
+        name = cubin[start_of_name : cubin.index(b"\0", start_of_name)]
+        if b"debug" not in name:
+            head = b"\n%s %d %d %d\n" % (name, kind, flags, length)
+            found.append(head + (b"" if kind == _NOBITS else cubin[start : start + length]))
+    return found
 
 
 # -- the report -------------------------------------------------------------------------------------------------

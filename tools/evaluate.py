@@ -156,7 +156,7 @@ class Evaluation:
         if answer.kind != "ok":
             status = "timeout" if answer.kind == "timeout" else "failed"
             return self._trial(config, status, reason=f"compile: {answer.reason}")
-        source_sha, report = answer.value
+        source_sha, report, _ = answer.value
         self._reports[config] = (source_sha, report, answer.seconds)
         refusal = report.refusal(self.setup.problem.silicon)
         if refusal is None and not self.pools.on_gpu and report.spill_bytes:

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -56,6 +56,33 @@ class Measured:
     warnings: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class Timed:
+    """A candidate's check and, where that passed, microseconds of one launch in each round, by live length: its own,
+    and the baseline's where there is one."""
+
+    verdict: Verdict
+    us: dict[int, list[float]]
+    baseline_us: dict[int, list[float]]
+    warnings: tuple[str, ...] = ()
+
+    def measured(self) -> Measured:
+        timings = {}
+        for length, times in self.us.items():
+            us, spread = middle(times)
+            beside = self.baseline_us.get(length)
+            timings[length] = Timing(us, spread, middle(beside)[0] if beside else None)
+        return Measured(self.verdict, timings, self.warnings)
+
+
+class Compiled(NamedTuple):
+    """What compiling a candidate tells: the source's hash, what it takes, and what the machine runs."""
+
+    source_sha: str
+    report: Report
+    code: str
+
+
 #: Bytes of GPU memory that candidates may leave behind, by modules that stay loaded, before their process is replaced.
 LEAK_BYTES = 1 << 30
 
@@ -78,8 +105,8 @@ def import_job() -> None:
         raise Unusable(first_line(error)) from error
 
 
-def compile_job(problem: Problem, config: Config) -> tuple[str, Report]:
-    """Compile into Triton's cache, for whichever process launches it; the source's hash and the report.
+def compile_job(problem: Problem, config: Config) -> Compiled:
+    """Compile into Triton's cache, for whichever process launches it.
 
     Raises:
         CompileError: the compiler refused it.
@@ -88,7 +115,7 @@ def compile_job(problem: Problem, config: Config) -> tuple[str, Report]:
     op = ops.get(problem.op)
     try:
         kernel = compile_config(op, problem, config)
-        return kernel.source.sha, kernel.report
+        return Compiled(kernel.source.sha, kernel.report, kernel.code)
     except Exception as error:
         if _disk_fails(error):
             raise Unusable(
@@ -138,6 +165,12 @@ def check(
 
 
 def device_job(setup: Setup, config: Config, baseline: str | None) -> Measured | Last:
+    """As `rounds_job`, with the medians alone."""
+    done = rounds_job(setup, config, baseline)
+    return Last(done.value.measured()) if isinstance(done, Last) else done.measured()
+
+
+def rounds_job(setup: Setup, config: Config, baseline: str | None) -> Timed | Last:
     """Check on the GPU, then time at every length of the profile, in turn with the baseline.
 
     Raises:
@@ -280,23 +313,23 @@ class Session:
         self.op.output(call).copy_(peer.prepare(problem, call)())
         return self.op.verify(problem, call, self.op.expect(problem, call)).error
 
-    def measure(self, config: Config, baseline: str | None) -> Measured:
+    def measure(self, config: Config, baseline: str | None) -> Timed:
         problem, profile = self.setup.problem, self.setup.profile
         variant = Variant(self.op, problem, config, profile.width, compile_config(self.op, problem, config).compiled)
         verdict = check(self.op, problem, self.cases, variant)
         if not verdict.ok:
-            return Measured(verdict, {})
+            return Timed(verdict, {}, {})
         beside = self.peer(baseline) if baseline is not None else {}
-        timings = {}
+        us, baseline_us = {}, {}
         for length in profile.lengths:
             graphs = [self.timer.capture([variant.prepared(call) for call in self.sets[length]], self.launches[length])]
             if length in beside:
                 graphs.append(beside[length])
-            times = self.timer.time(graphs)
-            us, spread = middle(times[0])
-            timings[length] = Timing(us, spread, middle(times[1])[0] if len(times) > 1 else None)
+            us[length], *others = self.timer.time(graphs)
+            if others:
+                baseline_us[length] = others[0]
         # Doubtful where another process works on this GPU, or clocks are held down.
-        return Measured(verdict, timings, gpu.state().warnings)
+        return Timed(verdict, us, baseline_us, gpu.state().warnings)
 
 
 def _held() -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -63,6 +64,37 @@ def test_too_much_shared_memory_is_refused_with_the_number(
     large = replace(report, shared_bytes=147_456)
     assert large.refusal(card.silicon) == "needs 147456 B of shared memory, sm_120 allows 101376 B a program"
     assert report.refusal(Silicon("12.0", 188, report.shared_bytes)) is None
+
+
+@pytest.mark.parametrize("target", ["sm_90", "sm_120"])
+def test_one_machine_code_is_told_from_another(indexer: Indexer, target: str) -> None:
+    """Three and four buffers of a pointer load were seen to give the same instructions under other line tables."""
+    card = devices.named(target=target)
+    problem = indexer.problem(64, card.silicon)
+    words = {"schedule": "split", "load": "pointer", "dot": "fp8", "block_t": 64, "splits": 2, "num_warps": 4}
+    like_it = [c for c in indexer.space(problem, card).valid() if all(c[w] == v for w, v in words.items())]
+    three = next(c for c in like_it if c["num_stages"] == 3)
+    variants = {
+        "three": three,
+        "four": three.with_(num_stages=4),
+        "two": three.with_(num_stages=2),
+        "more warps": three.with_(num_warps=8),
+    }
+    kernels = {name: compile_config(indexer, problem, config) for name, config in variants.items()}
+    assert all(config in like_it or name == "more warps" for name, config in variants.items())
+    assert kernels["three"].report.binary != kernels["four"].report.binary
+    assert kernels["three"].code == kernels["four"].code
+    assert len({kernel.code for kernel in kernels.values()}) == 3
+    assert all(len(kernel.code) == 64 for kernel in kernels.values())
+    # The same file asked for with more shared memory is another launch.
+    (one,) = kernels["three"].compiled.values()
+    more = SimpleNamespace(asm=one.asm, metadata=SimpleNamespace(**{**one.metadata._asdict(), "shared": 50_000}))
+    assert replace(kernels["three"], compiled={"kernel": more}).code != kernels["three"].code
+    # So is one whose last instruction, a no-op that fills the section up, has another bit.
+    text = bytearray(one.asm["cubin"])
+    text[text.rindex(b"\x18\x79" + bytes(8))] ^= 1
+    other = SimpleNamespace(asm={"cubin": bytes(text)}, metadata=one.metadata)
+    assert replace(kernels["three"], compiled={"kernel": other}).code != kernels["three"].code
 
 
 @pytest.mark.parametrize(

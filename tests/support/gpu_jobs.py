@@ -13,7 +13,7 @@ import triton.language as tl
 from dsv4tune.codegen.op import Verdict
 from dsv4tune.codegen.space import Config
 from dsv4tune.tools import measure
-from dsv4tune.tools.measure import Measured, Setup, Timing
+from dsv4tune.tools.measure import Setup, Timed
 
 
 @triton.jit
@@ -44,7 +44,7 @@ def device_job(setup: Setup, config: Config, baseline: str | None) -> Any:
     if not order:
         return measure.device_job(setup, config, baseline)
 
-    def behave(*_: Any) -> Measured:
+    def behave(*_: Any) -> Timed:
         one = torch.zeros(1, dtype=torch.int32, device="cuda")
         match order:
             case "fault":
@@ -61,7 +61,7 @@ def device_job(setup: Setup, config: Config, baseline: str | None) -> Any:
                 _kept.append(torch.empty(measure.LEAK_BYTES + (1 << 28), dtype=torch.uint8, device="cuda"))
         if order == "leak and raise":
             raise RuntimeError("a candidate that failed")
-        return Measured(Verdict(1e-7), {n: Timing(10.0, 0.01) for n in setup.profile.lengths})
+        return Timed(Verdict(1e-7), {n: [10.0, 10.1] for n in setup.profile.lengths}, {})
 
     return _in_place_of_a_candidate(setup, config, behave)
 

@@ -19,7 +19,7 @@ from dsv4tune.codegen.render import render
 from dsv4tune.codegen.space import Config
 from dsv4tune.tools import bench, measure, peers, timing
 from dsv4tune.tools.interpreter import interpreted
-from dsv4tune.tools.measure import Measured, PeerTimes, Setup
+from dsv4tune.tools.measure import Measured, PeerTimes, Setup, Timed
 from dsv4tune.tools.peer import Peer
 
 #: With a cache so small that no time goes into flushing it.
@@ -105,15 +105,17 @@ def gpu() -> Iterator[None]:
         yield
 
 
-def measured(rows: int, config: Config) -> tuple[PeerTimes, Measured]:
-    """A search's jobs for one candidate: the baseline alone, then the candidate in turn with it."""
+def measured(rows: int, config: Config) -> tuple[PeerTimes, Measured, Timed]:
+    """The jobs for one candidate: the baseline alone, then the candidate in turn with it, as a search has it and as a
+    recording has it."""
     problem = ops.get("indexer").problem(rows, CARD.silicon)
     setup = Setup(problem, Profile(320, (64, 320), (1.0, 1.0)), CARD, 0)
     with gpu():
         assert measure.memory_job() == 1 << 36
         peer, candidate = measure.peer_job(setup, "deep_gemm"), measure.device_job(setup, config, "deep_gemm")
-    assert isinstance(candidate, Measured)
-    return peer, candidate
+        rounds = measure.rounds_job(setup, config, "deep_gemm")
+    assert isinstance(candidate, Measured) and isinstance(rounds, Timed)
+    return peer, candidate, rounds
 
 
 def benched(op: str, shape: Shape, configs: dict[str, Config], wanted: tuple[str, ...]) -> dict[str, Any]:

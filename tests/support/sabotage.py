@@ -15,7 +15,7 @@ from dsv4tune.codegen.compile import Report
 from dsv4tune.codegen.op import Verdict
 from dsv4tune.codegen.space import Config
 from dsv4tune.tools.executor import Poisoned
-from dsv4tune.tools.measure import Measured, Timing
+from dsv4tune.tools.measure import Compiled, Measured, Timing
 
 _ORDERS = "TEST_ORDERS"
 _held: list[bytes] = []
@@ -34,7 +34,7 @@ def import_job() -> None:
     pass
 
 
-def compile_job(problem: Any, config: Config) -> tuple[str, Report]:
+def compile_job(problem: Any, config: Config) -> Compiled:
     match order(config):
         case "hang in compile":
             time.sleep(600)
@@ -43,7 +43,7 @@ def compile_job(problem: Any, config: Config) -> tuple[str, Report]:
         case "hoard in compile":
             while True:
                 _held.append(b"x" * (64 << 20))
-    return "0" * 64, Report(**RESOURCES.model_dump())
+    return Compiled("0" * 64, Report(**RESOURCES.model_dump()), config.key)
 
 
 def session_job(setup: Any) -> None:

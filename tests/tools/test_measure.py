@@ -13,10 +13,13 @@ import pytest
 from dsv4tune.codegen import ops
 from dsv4tune.codegen.compile import CompileError
 from dsv4tune.codegen.devices import DEVICES
+from dsv4tune.codegen.op import Verdict
 from dsv4tune.codegen.ops.indexer import Indexer
 from dsv4tune.codegen.problem import Shape
 from dsv4tune.tools import measure
 from dsv4tune.tools.executor import Unusable
+from dsv4tune.tools.measure import Timed, Timing
+from dsv4tune.tools.timing import ROUNDS
 from dsv4tune.tools.workers import Pool
 
 
@@ -32,13 +35,21 @@ def test_a_candidate_is_checked_and_timed_in_turn_with_the_baseline(indexer: Ind
     config = indexer.default(indexer.problem(3, card.silicon), card)
     answer = pool.ask(pretend_gpu.measured, 3, config)
     assert answer.kind == "ok", answer
-    peer, measured = answer.value
+    peer, measured, rounds = answer.value
     assert peer.missing is None and peer.error < 1e-6 and set(peer.times_us) == {64, 320} and peer.version
     assert measured.verdict.ok and measured.verdict.error < 1e-6
     # 0.25 ms between the events of a graph of 2 launches.
     for timing in measured.timings.values():
         assert timing.us == timing.baseline_us == 125.0 and timing.spread == 0.0
     assert set(measured.timings) == {64, 320}
+    assert rounds.us == rounds.baseline_us == {length: [125.0] * ROUNDS for length in (64, 320)}
+
+
+def test_a_time_is_the_median_of_its_rounds() -> None:
+    rounds = Timed(Verdict(1e-7), {64: [4.0, 2.0, 3.0], 128: [5.0, 5.0, 5.0]}, {64: [6.0, 9.0, 7.0]}, ("hot",))
+    measured = rounds.measured()
+    assert measured.timings == {64: Timing(3.0, 2 / 3, 7.0), 128: Timing(5.0, 0.0, None)}
+    assert measured.verdict == Verdict(1e-7) and measured.warnings == ("hot",)
 
 
 @pytest.mark.parametrize(("number", "own"), [(errno.ENOSPC, False), (errno.EROFS, False), (errno.ENOENT, True)])
