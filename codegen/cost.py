@@ -56,23 +56,31 @@ MODEL = Model(
 )
 
 
-def resident(report: Report, warps: int, device: Device) -> int:
+def resident(report: Report | None, warps: int, device: Device) -> int:
     """Programs that one SM holds at a time."""
     threads = 32 * warps
     most_threads = 2048 if device.silicon.capability in ("9.0", "10.0") else 1536
+    if report is None:
+        return max(1, most_threads // threads)
     by_registers = 65536 // (max(report.registers, 16) * threads)
     by_shared = device.sm_shared_bytes // (report.shared_bytes + KB)
     return max(1, min(by_registers, by_shared, most_threads // threads))
 
 
 def predict_us(
-    op: Op[Any, Any], problem: Problem, config: Config, profile: Profile, length: int, report: Report, device: Device
+    op: Op[Any, Any],
+    problem: Problem,
+    config: Config,
+    profile: Profile,
+    length: int,
+    report: Report | None,
+    device: Device,
 ) -> float:
-    """Predicted microseconds of one launch at one live length."""
+    """Predicted microseconds of one launch at one live length; without a report, of what was not compiled yet."""
     return launch_us(op.work(problem, config, profile, length), config, report, device, MODEL)
 
 
-def launch_us(work: Work, config: Config, report: Report, device: Device, model: Model) -> float:
+def launch_us(work: Work, config: Config, report: Report | None, device: Device, model: Model) -> float:
     sms = device.silicon.sm_count
     held = resident(report, config.int("num_warps"), device)
     stages = max(1, config.int("num_stages") if "num_stages" in config else 1)
@@ -87,7 +95,7 @@ def launch_us(work: Work, config: Config, report: Report, device: Device, model:
     step = work.step_scores * model.score_ns * 1e-3
     if config.get("operand_order") == "qk":
         step *= model.heads_as_rows
-    if report.spill_bytes:
+    if report is not None and report.spill_bytes:
         step *= 1.5  # not fitted: no trial spilled
     # Programs that are all resident divide the steps evenly, but not the SMs.
     uneven = -(-work.programs // sms) * sms / work.programs if work.programs <= sms * held else 1.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -115,6 +115,11 @@ class Profile:
         bad = [n for n in self.lengths if not 0 < n <= self.width]
         if bad:
             raise ValueError(f"live length {bad[0]} is outside 1..{self.width}, the width that the context allows")
+
+    def only(self, lengths: Container[int]) -> Profile:
+        """With those of its lengths that are named."""
+        kept = [(n, w) for n, w in zip(self.lengths, self.weights, strict=True) if n in lengths]
+        return dataclasses.replace(self, lengths=tuple(n for n, _ in kept), weights=tuple(w for _, w in kept))
 
     def score(self, times: Mapping[int, float], against: Mapping[int, float]) -> float:
         """Weighted geometric mean over the lengths of time against the yardstick's."""

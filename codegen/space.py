@@ -143,3 +143,8 @@ class Space:
                 steps = abs(p.values.index(a[p.name]) - p.values.index(b[p.name]))
                 total += 0.5 + 0.5 * steps / max(1, len(p.values) - 1)
         return total
+
+    def simplicity(self, config: Config) -> tuple[int, ...]:
+        """Less for simpler ones: those whose knobs stand nearer to the first of their values."""
+        places = [p.values.index(config[p.name]) for p in self.parameters]
+        return (sum(places), *places)

@@ -17,9 +17,9 @@ from dsv4tune.codegen.render import render
 from dsv4tune.codegen.retarget import retarget
 from dsv4tune.codegen.space import Config
 from dsv4tune.runtime.launch import Variant
-from dsv4tune.tools.evaluate import environment, finished_trial, floors_us, predicted_us
+from dsv4tune.tools.evaluate import environment, finished_trial, predicted_us
 from dsv4tune.tools.executor import Answer, Poisoned, collect
-from dsv4tune.tools.measure import Setup, check
+from dsv4tune.tools.measure import Setup, check, floors_us
 from dsv4tune.tools.workers import Pool
 from dsv4tune.tuned.records import Trial
 

@@ -13,25 +13,29 @@ from typing import Any
 from dsv4tune import __version__
 from dsv4tune.codegen import cost, ops
 from dsv4tune.codegen.compile import Report, cache_environment, ptxas_version
-from dsv4tune.codegen.op import Verdict
-from dsv4tune.codegen.problem import Problem, Profile
+from dsv4tune.codegen.op import Plan, Verdict
 from dsv4tune.codegen.render import render
 from dsv4tune.codegen.space import Config
 from dsv4tune.tools import gpu
 from dsv4tune.tools.executor import Answer, Executor, Seat, collect
 from dsv4tune.tools.gpu import Card
 from dsv4tune.tools.measure import (
+    Compiled,
     Measured,
+    Rounds,
     Setup,
     Timing,
     compile_job,
     device_job,
+    floors_us,
     import_job,
     interpret_job,
     session_job,
 )
+from dsv4tune.tools.search import Pick
+from dsv4tune.tools.timing import middle
 from dsv4tune.tools.workers import Pool
-from dsv4tune.tuned.records import Baseline, DeviceRecord, Environment, Range, Resources, Trial, plain
+from dsv4tune.tuned.records import Baseline, DeviceRecord, Environment, Final, Range, Resources, Trial, plain
 
 #: Seconds that one compile, one check with its timing, and one check in the interpreter may take; and how much longer
 #: the first one of a process, which imports torch and makes a problem's inputs and expected values.
@@ -126,12 +130,19 @@ def environment(arch: int, on_gpu: bool) -> Environment:
 class Evaluation:
     """Evaluates configs of one problem; see `dsv4tune.tools.search.Evaluator`."""
 
-    def __init__(self, setup: Setup, pools: Pools, baseline: Baseline | None) -> None:
-        self.setup, self.pools, self.baseline = setup, pools, baseline
+    def __init__(self, setup: Setup, pools: Pools, baseline: Baseline | None, halving: bool = False) -> None:
+        self.setup, self.pools, self.baseline, self.halving = setup, pools, baseline, halving
         self.op = ops.get(setup.problem.op)
         self.environment = environment(setup.problem.silicon.arch, pools.on_gpu)
         self.floors = floors_us(setup.problem, setup.profile, setup.device.bandwidth)
-        self._reports: dict[Config, tuple[str, Report, float]] = {}
+        self._built: dict[Config, tuple[Compiled, float]] = {}
+        # Configs of one machine code and launch plan are one kernel: the first is measured, the others get its figures.
+        self._first: dict[tuple[str, Plan], Config] = {}
+        self._twins: dict[Config, list[Config]] = {}
+        self._ended: dict[Config, Trial] = {}
+        #: Compiled, with the machine that has the binary.
+        self._ready: dict[Config, str] = {}
+        self.pick: Pick = lambda compiled: next(iter(compiled))
         pools.prepare(setup)
 
     @property
@@ -140,24 +151,56 @@ class Evaluation:
         return 2 * max(self.pools.compilers.size, self.pools.judges.size)
 
     def submit(self, config: Config) -> None:
-        self.pools.compilers.submit(config, compile_job, self.setup.problem, config)
+        self.pools.compilers.submit((self, config), compile_job, self.setup.problem, config)
 
     def collect(self, timeout: float) -> list[tuple[Config, Trial]]:
-        done = []
+        done: list[tuple[Config, Trial]] = []
         for pool, answer in collect([self.pools.compilers, self.pools.judges], timeout):
-            config: Config = answer.tag
+            asker, config = answer.tag
+            if asker is not self:
+                continue  # of an earlier search, which ended before
             trial = self._compiled(config, answer) if pool is self.pools.compilers else self._judged(config, answer)
             if trial is not None:
                 done.append((config, trial))
+            if trial is not None and config in self._twins:
+                self._ended[config] = trial
+                done += [(twin, self._same(twin, trial)) for twin in self._twins[config]]
+        self._send()
         return done
+
+    def _send(self) -> None:
+        """Have what is compiled measured, one more at a time than can be: what is learned meanwhile counts."""
+        judges = self.pools.judges
+        while self._ready and judges.pending <= judges.size:
+            config = self.pick(self._ready)
+            near, tag = self._ready.pop(config), (self, config)
+            if self.pools.on_gpu:
+                name = self.baseline.name if self.baseline is not None else None
+                judges.submit(tag, device_job, self.setup, config, name, self.halving, near=near)
+            else:
+                judges.submit(tag, interpret_job, self.setup.problem, config, near=near)
+
+    def close(self) -> None:
+        """Drop what is under way; its answers are nobody's."""
+        self._ready.clear()
+        self.pools.compilers.forget()
+        self.pools.judges.forget()
+
+    def knows(self, trial: Trial) -> None:
+        """What an earlier run measured need not be measured for another config either."""
+        config = Config(trial.config)
+        if trial.code and not trial.same_as and config not in self._twins:
+            self._first[trial.code, self.op.plan(self.setup.problem, config, self.setup.profile.width)] = config
+            self._twins[config], self._ended[config] = [], trial
 
     def _compiled(self, config: Config, answer: Answer) -> Trial | None:
         """A trial that ends at the compiler, or None where the candidate goes on to its check."""
         if answer.kind != "ok":
             status = "timeout" if answer.kind == "timeout" else "failed"
             return self._trial(config, status, reason=f"compile: {answer.reason}")
-        source_sha, report, _ = answer.value
-        self._reports[config] = (source_sha, report, answer.seconds)
+        built: Compiled = answer.value
+        report = built.report
+        self._built[config] = built, answer.seconds
         refusal = report.refusal(self.setup.problem.silicon)
         if refusal is None and not self.pools.on_gpu and report.spill_bytes:
             refusal = f"spills {report.spill_bytes} B a thread: a prediction is no ground for using it"
@@ -166,12 +209,25 @@ class Evaluation:
         unchecked = None if self.pools.on_gpu else self.op.unchecked(config)
         if unchecked is not None:
             return self._trial(config, "unchecked", reason=unchecked)
-        if self.pools.on_gpu:
-            name = self.baseline.name if self.baseline is not None else None
-            self.pools.judges.submit(config, device_job, self.setup, config, name, near=answer.seat.host)
-        else:
-            self.pools.judges.submit(config, interpret_job, self.setup.problem, config, near=answer.seat.host)
+        if not self.pools.on_gpu:
+            self._ready[config] = answer.seat.host
+            return None
+        plan = self.op.plan(self.setup.problem, config, self.setup.profile.width)
+        first = self._first.setdefault((built.code, plan), config)
+        if first in self._ended:
+            return self._same(config, self._ended[first])
+        if first != config:
+            self._twins[first].append(config)
+            return None
+        self._twins[config] = []
+        self._ready[config] = answer.seat.host
         return None
+
+    def _same(self, config: Config, first: Trial) -> Trial:
+        """A config that is the same kernel as one which was measured."""
+        names = ("reason", "score", "yardstick", "times_us", "spread", "baseline", "error", "checked_by", "card")
+        shared = {name: getattr(first, name) for name in names}
+        return self._trial(config, first.status, **shared, warnings=first.warnings, same_as=first.config)
 
     def _judged(self, config: Config, answer: Answer) -> Trial:
         judged: dict[str, Any] = {"card": answer.seat.card, "judge_seconds": round(answer.seconds, 3)}
@@ -191,8 +247,9 @@ class Evaluation:
             baseline = Baseline(name=self.baseline.name, version=self.baseline.version, times_us=_rounded(beside))
         return self._trial(
             config,
-            "ok",
-            score=round(self.setup.profile.score(times, beside or self.floors), 6),
+            "pruned" if measured.pruned else "ok",
+            reason=measured.pruned,
+            score=round(self.setup.profile.only(times).score(times, beside or self.floors), 6),
             yardstick=baseline.name if baseline is not None else "byte floor",
             times_us=_rounded(times),
             spread=_rounded(spread),
@@ -203,19 +260,41 @@ class Evaluation:
             **judged,
         )
 
+    def timed_again(self, trial: Trial, part: Final, score: float, us: Rounds, beside: Rounds, answer: Answer) -> Trial:
+        """A candidate's part in the final, as a trial of its own."""
+        timed = {n: middle(times) for n, times in us.items()}
+        baseline = None
+        if self.baseline is not None and beside:
+            times_us = _rounded({n: middle(times)[0] for n, times in beside.items()})
+            baseline = self.baseline.model_copy(update={"times_us": times_us})
+        changes = {
+            "environment": self.environment,
+            "score": round(score, 6),
+            "yardstick": baseline.name if baseline is not None else "byte floor",
+            "times_us": _rounded({n: median for n, (median, _) in timed.items()}),
+            "spread": _rounded({n: spread for n, (_, spread) in timed.items()}),
+            "baseline": baseline,
+            "card": answer.seat.card,
+            "judge_seconds": round(answer.seconds, 3),
+            "finished_at": _now(),
+            "final": part,
+        }
+        return trial.model_copy(update=changes)
+
     def _predicted(self, config: Config, verdict: Verdict) -> Measured:
-        _, report, _ = self._reports[config]
+        report = self._built[config][0].report
         return Measured(verdict, {n: Timing(us, 0.0) for n, us in predicted_us(self.setup, config, report).items()})
 
     def _trial(self, config: Config, status: Any, **result: Any) -> Trial:
-        sha, report, compiling = self._reports.pop(config, (None, None, 0.0))
+        built, compiling = self._built.pop(config, (None, 0.0))
         result |= {
-            "source_sha": sha or render(self.op, self.setup.problem, config).sha,
+            "source_sha": built.source_sha if built else render(self.op, self.setup.problem, config).sha,
+            "code": built.code if built else "",
             "status": status,
             "provenance": "measured" if self.pools.on_gpu else "predicted",
             "compile_seconds": round(compiling, 3),
         }
-        return finished_trial(self.setup, self.environment, config, report, **result)
+        return finished_trial(self.setup, self.environment, config, built.report if built else None, **result)
 
 
 def finished_trial(
@@ -232,22 +311,29 @@ def finished_trial(
         range=Range(**setup.profile.to_json()),
         resources=Resources(**report.to_json()) if report is not None else None,
         seed=setup.seed,
-        finished_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        finished_at=_now(),
         **result,
     )
 
 
-def floors_us(problem: Problem, profile: Profile, bandwidth: float) -> dict[int, float]:
-    """By live length: every byte once at the vendor's bandwidth, in bytes a second."""
-    op = ops.get(problem.op)
-    moved = {n: op.bytes_moved(problem, op.shape(problem, profile, n)) for n in profile.lengths}
-    return {n: bytes_ / bandwidth * 1e6 for n, bytes_ in moved.items()}
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
-def predicted_us(setup: Setup, config: Config, report: Report) -> dict[int, float]:
-    """By live length, of the cost model."""
+def predicted_us(setup: Setup, config: Config, report: Report | None) -> dict[int, float]:
+    """By live length, of the cost model; without a report as well as it can tell before anything is compiled."""
     op, problem, profile = ops.get(setup.problem.op), setup.problem, setup.profile
     return {n: cost.predict_us(op, problem, config, profile, n, report, setup.device) for n in profile.lengths}
+
+
+def expected(setup: Setup) -> Callable[[Config], float]:
+    """The cost model's view of configs that nobody compiled yet: logarithms of what their scores go by."""
+
+    def of(config: Config) -> float:
+        times = predicted_us(setup, config, None)
+        return math.log(setup.profile.score(times, dict.fromkeys(times, 1.0)))
+
+    return of
 
 
 def _rounded(values: Mapping[int, float]) -> dict[int, float]:

@@ -143,6 +143,11 @@ class Executor(ABC):
         """The same job on every seat, waited for; answers by seat. Those of other jobs meanwhile are dropped."""
         return self._answers(self._open() or [0], function, arguments)
 
+    def forget(self) -> None:
+        """Drop the jobs that nobody began, but for what seats must do first."""
+        self._queue = deque(job for job in self._queue if job.needed)
+        self._lost.clear()
+
     @property
     def size(self) -> int:
         """Seats that take jobs."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import errno
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,8 +24,9 @@ from dsv4tune.codegen.space import Config
 from dsv4tune.runtime.launch import Variant
 from dsv4tune.tools import gpu, peers
 from dsv4tune.tools.executor import Last, Poisoned, Unusable
+from dsv4tune.tools.halving import Halving, stages
 from dsv4tune.tools.interpreter import interpreted
-from dsv4tune.tools.timing import Captured, Timer, middle
+from dsv4tune.tools.timing import ROUNDS, Captured, Timer, middle
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,13 @@ class Setup:
     profile: Profile
     device: Device
     seed: int
+
+
+def floors_us(problem: Problem, profile: Profile, bandwidth: float) -> dict[int, float]:
+    """By live length: every byte once at the vendor's bandwidth, in bytes a second."""
+    op = ops.get(problem.op)
+    moved = {n: op.bytes_moved(problem, op.shape(problem, profile, n)) for n in profile.lengths}
+    return {n: bytes_ / bandwidth * 1e6 for n, bytes_ in moved.items()}
 
 
 @dataclass(frozen=True)
@@ -54,17 +62,25 @@ class Measured:
     verdict: Verdict
     timings: dict[int, Timing]
     warnings: tuple[str, ...] = ()
+    pruned: str = ""
+
+
+#: Microseconds of one launch in each round, by live length.
+Rounds = dict[int, list[float]]
 
 
 @dataclass(frozen=True)
 class Timed:
-    """A candidate's check and, where that passed, microseconds of one launch in each round, by live length: its own,
-    and the baseline's where there is one."""
+    """A candidate's check and, where that passed, its rounds and the baseline's in turn with them, where there is one.
+
+    `pruned` says why it was not measured to the end.
+    """
 
     verdict: Verdict
-    us: dict[int, list[float]]
-    baseline_us: dict[int, list[float]]
+    us: Rounds
+    baseline_us: Rounds
     warnings: tuple[str, ...] = ()
+    pruned: str = ""
 
     def measured(self) -> Measured:
         timings = {}
@@ -72,7 +88,7 @@ class Timed:
             us, spread = middle(times)
             beside = self.baseline_us.get(length)
             timings[length] = Timing(us, spread, middle(beside)[0] if beside else None)
-        return Measured(self.verdict, timings, self.warnings)
+        return Measured(self.verdict, timings, self.warnings, self.pruned)
 
 
 class Compiled(NamedTuple):
@@ -164,13 +180,14 @@ def check(
     return Verdict(worst)
 
 
-def device_job(setup: Setup, config: Config, baseline: str | None) -> Measured | Last:
-    """As `rounds_job`, with the medians alone."""
-    done = rounds_job(setup, config, baseline)
+def device_job(setup: Setup, config: Config, baseline: str | None, halving: bool = False) -> Measured | Last:
+    """As `rounds_job`, with the medians alone; with `halving` not to the end where the candidate is far behind others
+    that this process measured."""
+    done = rounds_job(setup, config, baseline, halving)
     return Last(done.value.measured()) if isinstance(done, Last) else done.measured()
 
 
-def rounds_job(setup: Setup, config: Config, baseline: str | None) -> Timed | Last:
+def rounds_job(setup: Setup, config: Config, baseline: str | None, halving: bool = False) -> Timed | Last:
     """Check on the GPU, then time at every length of the profile, in turn with the baseline.
 
     Raises:
@@ -179,7 +196,7 @@ def rounds_job(setup: Setup, config: Config, baseline: str | None) -> Timed | La
     """
     session = _session(setup)
     try:
-        measured = session.measure(config, baseline)
+        measured = session.measure(config, baseline, halving)
         torch.cuda.synchronize()  # what it broke shows before it counts as sound
     except Exception as error:
         if _context_is_broken():
@@ -191,6 +208,24 @@ def rounds_job(setup: Setup, config: Config, baseline: str | None) -> Timed | La
             raise Poisoned(f"{first_line(error)}; {kept >> 20} MiB of GPU memory were left behind") from error
         raise
     return Last(measured) if session.leaked() > LEAK_BYTES else measured
+
+
+def final_job(
+    setup: Setup, configs: Sequence[Config], baseline: str | None, rounds: int
+) -> tuple[dict[Config, Rounds], Rounds]:
+    """Time candidates that are known to be right, and the baseline, in turn: of each config, and of the baseline.
+
+    Raises:
+        Poisoned: one of them broke the CUDA context; this process must end.
+        Unusable: the problem's inputs could not be made here.
+    """
+    session = _session(setup)
+    try:
+        return session.again(configs, baseline, rounds)
+    except Exception as error:
+        if _context_is_broken():
+            raise Poisoned(f"device fault: {first_line(error)}") from error
+        raise
 
 
 def session_job(setup: Setup) -> None:
@@ -286,6 +321,8 @@ class Session:
             self.launches[length] = self.timer.launches(moved)
             sets = self.timer.sets(moved)
             self.sets[length] = self.op.timing_sets(problem, shape, sets, "cuda", setup.seed, pool)
+        self.floors = floors_us(problem, profile, setup.device.bandwidth)
+        self.halving = Halving()
         self.peers: dict[str, dict[int, Captured]] = {}
         torch.cuda.synchronize()
         self._held = _held()
@@ -313,23 +350,67 @@ class Session:
         self.op.output(call).copy_(peer.prepare(problem, call)())
         return self.op.verify(problem, call, self.op.expect(problem, call)).error
 
-    def measure(self, config: Config, baseline: str | None) -> Timed:
+    def variant(self, config: Config) -> Variant:
+        problem = self.setup.problem
+        compiled = compile_config(self.op, problem, config).compiled
+        return Variant(self.op, problem, config, self.setup.profile.width, compiled)
+
+    def graphs(self, variants: Sequence[Variant], beside: Captured | None, length: int) -> list[Captured]:
+        """Those that are timed in turn."""
+        calls, launches = self.sets[length], self.launches[length]
+        own = [self.timer.capture([variant.prepared(call) for call in calls], launches) for variant in variants]
+        return own if beside is None else [*own, beside]
+
+    def measure(self, config: Config, baseline: str | None, halving: bool = False) -> Timed:
         problem, profile = self.setup.problem, self.setup.profile
-        variant = Variant(self.op, problem, config, profile.width, compile_config(self.op, problem, config).compiled)
+        variant = self.variant(config)
         verdict = check(self.op, problem, self.cases, variant)
         if not verdict.ok:
             return Timed(verdict, {}, {})
         beside = self.peer(baseline) if baseline is not None else {}
-        us, baseline_us = {}, {}
-        for length in profile.lengths:
-            graphs = [self.timer.capture([variant.prepared(call) for call in self.sets[length]], self.launches[length])]
-            if length in beside:
-                graphs.append(beside[length])
-            us[length], *others = self.timer.time(graphs)
+        us: Rounds = {}
+        baseline_us: Rounds = {}
+        graphs: dict[int, list[Captured]] = {}
+        candidate = self.halving.candidate() if halving else None
+        pruned = ""
+        for length, rounds in stages(profile.lengths, ROUNDS) if halving else [(n, ROUNDS) for n in profile.lengths]:
+            if length not in graphs:
+                graphs[length] = self.graphs([variant], beside.get(length), length)
+            taken = len(us.setdefault(length, []))
+            own, *others = self.timer.time(graphs[length], rounds - taken)
+            us[length] += own
             if others:
-                baseline_us[length] = others[0]
+                baseline_us.setdefault(length, []).extend(others[0])
+            if candidate is not None and candidate.falls_behind(self.score(us, baseline_us)):
+                pruned = f"behind after {sum(map(len, us.values()))} of {ROUNDS * len(profile.lengths)} rounds"
+                break
+        if candidate is not None:
+            candidate.ends(self.score(us, baseline_us))
         # Doubtful where another process works on this GPU, or clocks are held down.
-        return Timed(verdict, us, baseline_us, gpu.state().warnings)
+        return Timed(verdict, us, baseline_us, gpu.state().warnings, pruned)
+
+    def score(self, us: Rounds, baseline_us: Rounds) -> float:
+        """Over the lengths and rounds that there are."""
+        medians, beside = ({n: middle(times)[0] for n, times in rounds.items()} for rounds in (us, baseline_us))
+        return self.setup.profile.only(us).score(medians, beside or self.floors)
+
+    def again(
+        self, configs: Sequence[Config], baseline: str | None, rounds: int
+    ) -> tuple[dict[Config, Rounds], Rounds]:
+        """Candidates that are known to be right, and the baseline, in turn on a warm device."""
+        variants = [self.variant(config) for config in configs]
+        beside = self.peer(baseline) if baseline is not None else {}
+        times: dict[Config, Rounds] = {config: {} for config in configs}
+        baseline_us: Rounds = {}
+        for length in self.setup.profile.lengths:
+            graphs = self.graphs(variants, beside.get(length), length)
+            self.timer.warm(graphs)
+            found = self.timer.time(graphs, rounds)
+            for config, own in zip(configs, found, strict=False):
+                times[config][length] = own
+            if length in beside:
+                baseline_us[length] = found[-1]
+        return times, baseline_us
 
 
 def _held() -> int:

@@ -20,7 +20,7 @@ from dsv4tune.codegen.compile import Report
 from dsv4tune.codegen.devices import Device
 from dsv4tune.codegen.problem import Problem, Profile, Silicon
 from dsv4tune.codegen.space import Config
-from dsv4tune.tools.evaluate import floors_us
+from dsv4tune.tools.measure import floors_us
 
 VERSION = 1
 

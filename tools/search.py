@@ -2,27 +2,45 @@
 
 from __future__ import annotations
 
-import math
-import random
 import time
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol
-
-import optuna
-from optuna.distributions import BaseDistribution, CategoricalDistribution
-from optuna.trial import TrialState, create_trial
+from typing import Protocol, TypeVar
 
 from dsv4tune.codegen.space import Config, Space
-from dsv4tune.tuned.records import Trial
-
-#: What an unusable candidate counts as: far behind every usable one, so that the sampler leaves its neighbourhood.
-_UNUSABLE = math.log(1e3)
+from dsv4tune.tools.samplers import Sampler
 
 
-class Evaluator(Protocol):
-    """Turns configs into finished trials; a fake or a recorded table may stand in for a GPU."""
+class Ended(Protocol):
+    """What a search asks of a finished candidate; lower scores are better."""
+
+    @property
+    def status(self) -> str: ...
+
+    @property
+    def score(self) -> float | None: ...
+
+
+#: Chooses one of some configs.
+Pick = Callable[[Collection[Config]], Config]
+
+E = TypeVar("E", bound=Ended)
+E_co = TypeVar("E_co", bound=Ended, covariant=True)
+
+
+def usable_score(trial: Ended) -> float | None:
+    """What a sampler learns: None of an unusable one; of one that fell behind the score of what was measured."""
+    return trial.score if trial.status in ("ok", "pruned") else None
+
+
+class Evaluator(Protocol[E_co]):
+    """Turns configs into finished candidates; a fake or a recording may stand in for a GPU.
+
+    Attributes:
+        pick: who is measured next, of those that are compiled.
+    """
+
+    pick: Pick
 
     @property
     def capacity(self) -> int:
@@ -30,8 +48,31 @@ class Evaluator(Protocol):
 
     def submit(self, config: Config) -> None: ...
 
-    def collect(self, timeout: float) -> list[tuple[Config, Trial]]:
+    def collect(self, timeout: float) -> Sequence[tuple[Config, E_co]]:
         """Candidates that ended meanwhile; waits at most `timeout` seconds for one."""
+
+
+#: Candidates that are compiled for each that is still to be tried, as far as the machine does so at once.
+SPARE = 2
+
+
+class Patience:
+    """Lost once so many candidates in a row, of whatever end, brought nothing better by a percent."""
+
+    STEP = 0.01
+
+    def __init__(self, candidates: int | None) -> None:
+        self._candidates = candidates
+        self._best = float("inf")
+        self._since = 0
+
+    def saw(self, trial: Ended) -> None:
+        self._since += 1
+        if trial.status == "ok" and trial.score is not None and trial.score < self._best * (1 - self.STEP):
+            self._best, self._since = trial.score, 0
+
+    def is_lost(self) -> bool:
+        return self._candidates is not None and self._since >= self._candidates
 
 
 @dataclass
@@ -44,81 +85,78 @@ class Result:
 
 
 class Proposer:
-    """Configs to try, none twice: first the given ones, then the sampler's; those to `avoid` are never proposed."""
+    """Configs to try, none twice: first the given ones, then the sampler's; those to `avoid` are never proposed.
+
+    Asked twice: for what to compile, and then, knowing more, for what to measure of all that is compiled.
+    """
 
     def __init__(
         self,
         space: Space,
-        sampler: str,
-        seed: int,
+        sampler: Sampler,
         first: Sequence[Config] = (),
         avoid: Callable[[Config], object] = lambda config: None,
     ) -> None:
-        self.space = space
         self._unseen = dict.fromkeys(config for config in space.valid() if not avoid(config))
         self._valid = frozenset(self._unseen)
-        self._first = [config for config in first if config in self._valid]
-        self._random = random.Random(seed)
-        self._distributions: dict[str, BaseDistribution] = {
-            p.name: CategoricalDistribution(p.values) for p in space.parameters
-        }
-        self._study: optuna.Study | None = None
-        self.sampler = sampler
-        if sampler == "tpe":
-            optuna.logging.set_verbosity(optuna.logging.WARNING)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-                tpe = optuna.samplers.TPESampler(multivariate=True, seed=seed, n_startup_trials=10)
-            self._study = optuna.create_study(sampler=tpe)
+        self._given = [config for config in first if config in self._valid]
+        self._under_way: dict[Config, None] = {}
+        self._picked: dict[Config, None] = {}
+        self._sampler = sampler
 
     def learn(self, config: Config, score: float | None) -> None:
         """A finished trial, of this run or an earlier one; None for an unusable candidate."""
         self._unseen.pop(config, None)
-        if self._study is not None and config in self._valid:
-            value = _UNUSABLE if score is None else math.log(max(score, 1e-9))
-            self._study.add_trial(create_trial(params=dict(config), distributions=self._distributions, value=value))
+        self._under_way.pop(config, None)
+        self._picked.pop(config, None)
+        if config in self._valid:
+            self._sampler.learn(config, score)
 
     def propose(self) -> Config | None:
         """The next config, or None where the space is exhausted."""
-        while self._first:
-            config = self._first.pop(0)
-            if config in self._unseen:
-                del self._unseen[config]
-                return config
         if not self._unseen:
             return None
-        if self._study is None:
-            config = self._random.choice(list(self._unseen)) if self.sampler == "random" else next(iter(self._unseen))
-        else:
-            asked = self._study.ask(self._distributions)
-            # What is evaluated may be a neighbour, so the asked trial is closed and the real one added when it ends.
-            self._study.tell(asked, state=TrialState.FAIL)
-            wanted = Config({name: asked.params[name] for name in self._distributions})
-            config = min(self._unseen, key=lambda c: (self.space.distance(wanted, c), c.key))
+        config = self._chosen(self._unseen, self._under_way)
         del self._unseen[config]
+        self._under_way[config] = None
         return config
+
+    def pick(self, compiled: Collection[Config]) -> Config:
+        """Of those that were proposed and are compiled, the one to measure next."""
+        config = self._chosen(compiled, self._picked)
+        self._picked[config] = None
+        return config
+
+    def _chosen(self, among: Collection[Config], under_way: Collection[Config]) -> Config:
+        given = next((config for config in self._given if config in among), None)
+        return given if given is not None else self._sampler.choose(among, under_way)
 
 
 def search(
     proposer: Proposer,
-    evaluator: Evaluator,
-    finished: Callable[[Trial], object],
+    evaluator: Evaluator[E],
+    finished: Callable[[E], object],
     trials: int,
     deadline: float | None,
     progress: Callable[[int], None] = lambda tried: None,
+    enough: Callable[[], bool] = lambda: False,
 ) -> Result:
-    """Evaluate `trials` more candidates, or as many as end before `deadline` (of ``time.monotonic``).
+    """Evaluate `trials` more candidates, or as many as end before `deadline` (of ``time.monotonic``) or before it is
+    `enough`.
 
-    `finished` stores each trial the moment it ends. Ctrl-C ends the search with what it has.
+    `finished` stores each one the moment it ends. Ctrl-C ends the search with what it has.
     """
     started = time.monotonic()
     result = Result()
     under_way = 0
     exhausted = False
+    evaluator.pick = proposer.pick
     try:
         while result.tried < trials:
             late = deadline is not None and time.monotonic() >= deadline
-            while not late and not exhausted and under_way < evaluator.capacity and result.tried + under_way < trials:
+            # More than are left to try, so that there is a choice of what to measure; what is never picked is dropped.
+            most = min(evaluator.capacity, SPARE * (trials - result.tried))
+            while not late and not exhausted and under_way < most:
                 config = proposer.propose()
                 if config is None:
                     exhausted = True
@@ -128,13 +166,15 @@ def search(
             if late:
                 result.status = "budget"
                 break
+            if enough():
+                break
             if under_way == 0:
                 break
             wait = 1.0 if deadline is None else max(0.0, min(1.0, deadline - time.monotonic()))
-            for config, trial in evaluator.collect(wait):
+            for config, trial in evaluator.collect(wait)[: trials - result.tried]:
                 under_way -= 1
                 finished(trial)
-                proposer.learn(config, trial.score if trial.status == "ok" else None)
+                proposer.learn(config, usable_score(trial))
                 result.tried += 1
             progress(result.tried)
     except KeyboardInterrupt:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,8 @@ from dsv4tune.codegen.devices import Device
 MOST_LAUNCHES, FEWEST_LAUNCHES, GRAPH_US = 64, 4, 300.0
 #: Replays of each graph.
 ROUNDS = 9
+#: Seconds of work after which an idle card's clocks are up.
+WARM_S = 0.2
 #: A launch of nothing takes about this long.
 LAUNCH_US = 2.0
 
@@ -58,8 +61,16 @@ class Timer:
                 runs[number % len(runs)]()
         return Captured(graph, launches, tuple(runs))
 
+    def warm(self, graphs: Sequence[Captured]) -> None:
+        """Replay for as long as clocks take to rise."""
+        until = time.perf_counter() + WARM_S
+        while time.perf_counter() < until:
+            for captured in graphs:
+                captured.graph.replay()
+            torch.cuda.synchronize()
+
     def time(self, graphs: Sequence[Captured], rounds: int = ROUNDS, flush: bool = True) -> list[list[float]]:
-        """Microseconds of one launch for each round, by graph; graphs take turns, in rotating order.
+        """Microseconds of one launch for each round, by graph; graphs take turns, in rotating and reversed order.
 
         Each finds cold caches or, without `flush`, those that its own last replay left.
         """
@@ -67,8 +78,8 @@ class Timer:
         for captured in graphs:
             captured.graph.replay()
         for number in range(rounds):
-            for step in range(len(graphs)):
-                which = (step + number) % len(graphs)
+            turns = [(step + number // 2) % len(graphs) for step in range(len(graphs))]
+            for which in turns if number % 2 == 0 else reversed(turns):
                 if flush:
                     # Read, not written: dirty lines would be written back while the kernel runs.
                     self._flush.sum()

@@ -16,12 +16,13 @@ from dsv4tune.codegen.op import Op
 from dsv4tune.codegen.problem import Problem, Profile
 from dsv4tune.codegen.render import cache_folder, render, try_writing
 from dsv4tune.codegen.space import Config
-from dsv4tune.tools import measure, peers
-from dsv4tune.tools.evaluate import Evaluation, Pools
+from dsv4tune.tools import final, measure, peers, samplers
+from dsv4tune.tools.efforts import Effort
+from dsv4tune.tools.evaluate import Evaluation, Pools, expected
 from dsv4tune.tools.measure import Setup
 from dsv4tune.tools.progress import Lines, Watcher, in_words
 from dsv4tune.tools.progress import Problem as Shown
-from dsv4tune.tools.search import Proposer, Result, search
+from dsv4tune.tools.search import Patience, Proposer, Result, search, usable_score
 from dsv4tune.tools.sites import Local, Site
 from dsv4tune.tuned.records import Baseline, Range, Trial, plain
 from dsv4tune.tuned.store import Store
@@ -41,7 +42,7 @@ class Request:
     options: Mapping[str, Any]
     device: Device
     on_gpu: bool
-    trials: int
+    effort: Effort
     budget_s: float | None
     seed: int
     sampler: str
@@ -183,31 +184,48 @@ def _tune_one(
             watch.phase("timing the server's own kernel")
             setup = _fitting(op, setup, pools, say)
             baseline, references = timed_baseline(setup, pools, say)
-        evaluation = Evaluation(setup, pools, baseline)
+        evaluation = Evaluation(setup, pools, baseline, request.effort.halving)
         space = op.space(problem, request.device)
         first = [op.default(problem, request.device), op.reference_config(problem, request.device)]
         # Without a GPU no trial is spent on what can't be checked here, and so can't win.
         avoid = (lambda config: None) if request.on_gpu else op.unchecked
-        proposer = Proposer(space, request.sampler, request.seed, first, avoid)
-        known = 0
-        for trial in store.trials(problem.key):
-            if _repeats(trial, evaluation, op, problem):
-                proposer.learn(Config(trial.config), trial.score if trial.status == "ok" else None)
-                known += 1
+        sampler = samplers.make(request.sampler, space, request.seed, expected(setup))
+        proposer = Proposer(space, sampler, first, avoid)
+        stored = [trial for trial in store.trials(problem.key) if _repeats(trial, evaluation, op, problem)]
+        for trial in stored:
+            evaluation.knows(trial)
+            proposer.learn(Config(trial.config), usable_score(trial))
+        known = len({Config(trial.config) for trial in stored})
         left_out = sum(avoid(config) is not None for config in space.valid())
         note = f", {left_out} of them left out because only their GPU can check them" if left_out else ""
         refused = f"{len(space.valid())} valid configs of {space.size} combinations{note}"
-        say(f"{problem.key}: {known} of {request.trials} trials stored; {refused}")
+        trials = request.effort.trials
+        say(f"{problem.key}: {known} of {trials} trials stored; {refused}")
         over = Range(**setup.profile.to_json())
         name = f"{problem.op}, {problem.rows} rows"
-        shown = Shown(name, request.trials, known, deadline, pools.under_way, store.best(problem.key, over))
+        shown = Shown(name, trials, known, deadline, pools.under_way, store.best(problem.key, over))
         watch.begin(shown)
+
+        patience = Patience(request.effort.patience)
 
         def finished(trial: Trial) -> None:
             store.add(trial)
+            stored.append(trial)
+            patience.saw(trial)
             watch.trial(trial)
 
-        result = search(proposer, evaluation, finished, request.trials - known, deadline, lambda tried: watch.show())
+        result = search(
+            proposer,
+            evaluation,
+            finished,
+            trials - known,
+            deadline,
+            lambda tried: watch.show(),
+            patience.is_lost,
+        )
+        if request.on_gpu and result.status != "interrupted":
+            watch.phase("timing the best ones again, in turn")
+            final.hold(evaluation, space, store, stored, request.effort, say)
     except KeyboardInterrupt:
         pass
     finally:
@@ -297,7 +315,7 @@ def _result(
 ) -> dict[str, Any]:
     over = Range(**profile.to_json())
     counts = store.counts(problem.key, over)
-    statuses = ("ok", "refused", "wrong", "unchecked", "failed", "timeout")
+    statuses = ("ok", "pruned", "refused", "wrong", "unchecked", "failed", "timeout")
     best = store.best(problem.key, over)
     return {
         "status": result.status,
@@ -327,4 +345,5 @@ def best_json(trial: Trial) -> dict[str, Any]:
         "checked_by": trial.checked_by,
         "source_sha": trial.source_sha,
         "baseline": trial.baseline.model_dump(mode="json") if trial.baseline is not None else None,
+        "final": trial.final.model_dump(mode="json") if trial.final is not None else None,
     }

@@ -86,6 +86,20 @@ def m002_sharing(db: Database) -> None:
     db.execute("create index problem_family on problem(family, rows)")
 
 
+@migrations()
+def m003_final(db: Database) -> None:
+    """1 for what the latest final of a search went by, which stands before lower scores that were timed alone; -1 for
+    what is the second trial of one candidate; 0 for all others."""
+    db.table("trial").add_column("final", int, not_null_default=0)
+    db.execute("drop index trial_best")
+    db.execute(
+        "create index trial_best on trial(problem_id, provenance, imported, environment_id, yardstick, width, lengths, "
+        "final, score, status) where status = 'ok' and score is not null"
+    )
+    db.execute("drop index trial_range")
+    db.execute("create index trial_range on trial(problem_id, range, status, final)")
+
+
 def open_for_reading(path: Path) -> Database:
     """As it is; nothing is created or migrated.
 

@@ -22,7 +22,7 @@ LOCK_S = 0.3
 UNREADABLE = (sqlite3.Error, UnicodeDecodeError)
 
 #: Migrations that this reader knows the tables of; see `dsv4tune.tuned.database`.
-KNOWN = ("m001_trials", "m002_sharing")
+KNOWN = ("m001_trials", "m002_sharing", "m003_final")
 
 
 def default_path() -> Path:
@@ -64,7 +64,7 @@ class Stored:
         self.path, self._tell = path, tell
         self._connection: sqlite3.Connection | None = None
         self._complained = False
-        self._family, self._imported, self._lengths = "p.family", "t.imported", "t.lengths"
+        self._family, self._imported, self._lengths, self._final = "p.family", "t.imported", "t.lengths", "t.final"
         with self._errors():
             self._open()
 
@@ -84,6 +84,8 @@ class Stored:
         if KNOWN[1] not in applied:
             self._family, self._imported = "json_remove(p.json, '$.rows')", "''"
             self._lengths = "case when json_valid(t.range) then json_array_length(t.range, '$.lengths') end"
+        if KNOWN[2] not in applied:
+            self._final = "0"
         connection.execute("BEGIN")
 
     def close(self) -> None:
@@ -117,6 +119,7 @@ class Stored:
             family=self._family,
             imported=self._imported,
             lengths=self._lengths,
+            final=self._final,
         )
         entry = ENTRY.format(imported=self._imported, others=_OTHERS)
         seen = set()
@@ -166,12 +169,13 @@ _OTHERS = ", ".join(f"'$.{name}'" for name in Trial.model_fields if name not in 
 # Columns of the index trial_best alone, so that the rows of the losers are never read.
 BEST_RANK = (
     "case when provenance <> 'measured' then 3 when imported = '' then 0 when environment_id in ({same}) then 1 "
-    "else 2 end, yardstick = 'byte floor', width desc, lengths desc, score"
+    "else 2 end, yardstick = 'byte floor', width desc, lengths desc, final desc, score"
 )
 RANKED = (
     "select id, rank() over (order by {rank}) from (select t.id, t.provenance, {imported} imported, t.environment_id, "
-    "t.yardstick, t.width, {lengths} lengths, t.score from problem p join trial t on t.problem_id = p.id "
-    "where {family} = :family and p.rows = :rows and t.status = 'ok' and t.score is not null) order by 2, id"
+    "t.yardstick, t.width, {lengths} lengths, {final} final, t.score from problem p "
+    "join trial t on t.problem_id = p.id where {family} = :family and p.rows = :rows "
+    "and t.status = 'ok' and t.score is not null) order by 2, id"
 )
 SAME_COMPILER = (
     "select id from environment where case when json_valid(json) then json_extract(json, '$.triton') = :triton "

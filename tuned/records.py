@@ -38,7 +38,7 @@ def plain(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9 ._+,:@\[\]-]", "_", text)[:100]
 
 
-Status = Literal["ok", "refused", "wrong", "unchecked", "failed", "timeout"]
+Status = Literal["ok", "pruned", "refused", "wrong", "unchecked", "failed", "timeout"]
 Provenance = Literal["measured", "predicted"]
 #: Microseconds, or another figure, by live length.
 ByLength = dict[int, float]
@@ -109,6 +109,32 @@ class Range(Record):
         return Profile(self.width, tuple(self.lengths), tuple(self.weights), self.causal)
 
 
+class Final(Record):
+    """The end of a search: its best candidates and the server's kernel timed again, in alternating rounds.
+
+    Attributes:
+        place: of this candidate; 1 goes by.
+        won: whether it is faster than the server's kernel by `margin` and by more than `spread`; unless the first is,
+            the server's kernel stays.
+        margin: the share of the server's time that it had to be faster by.
+        spread: interquartile range of its score over the rounds.
+        rounds: of each candidate and length.
+        finalists: how many there were.
+        runner_up: the next one's config, and its score; None where it was alone.
+    """
+
+    place: Annotated[int, Field(ge=1, le=1000)]
+    won: bool
+    margin: Annotated[float, Field(ge=0, le=1)]
+    spread: Annotated[float, Field(ge=0, le=1e6)]
+    rounds: Annotated[int, Field(ge=1, le=1 << 20)]
+    finalists: Annotated[int, Field(ge=1, le=1000)]
+    runner_up: (
+        Annotated[dict[Word, Annotated[int, Field(ge=-(1 << 31), le=1 << 31)] | Value], Field(max_length=32)] | None
+    )
+    runner_up_score: Positive | None
+
+
 class Resources(Record):
     """The compile report; see `dsv4tune.codegen.compile.Report`."""
 
@@ -128,8 +154,9 @@ class Trial(Record):
     """One finished candidate.
 
     Attributes:
-        status: ``ok`` may win; ``wrong`` failed its check, ``unchecked`` could be checked nowhere, ``refused`` needs
-            more than the card has, ``failed`` and ``timeout`` never gave a result.
+        status: ``ok`` may win; ``pruned`` fell so far behind that it was not measured to the end, and its score is
+            that of what was; ``wrong`` failed its check, ``unchecked`` could be checked nowhere, ``refused`` needs more
+            than the card has, ``failed`` and ``timeout`` never gave a result.
         provenance: whether its times were measured on this silicon or come from the cost model.
         score: weighted geometric mean over the range of time against the baseline's, or against the byte floor
             (``yardstick`` says which); lower is better.
@@ -138,6 +165,9 @@ class Trial(Record):
         checked_by: ``gpu``, ``interpreter``, ``emulation`` (its machine code, reassembled, on another GPU) or "".
         compile_seconds, judge_seconds: what its compile job, and its check and timing, took.
         imported: the file that it came in, "" for one that was found here.
+        final: its part in the end of a search, where it had one.
+        code: SHA-256 of its machine code without what only debuggers read, "" where it was not kept.
+        same_as: the config whose machine code and launch it has, and whose times these are; empty for one of its own.
     """
 
     problem: dict[str, Any]
@@ -165,6 +195,9 @@ class Trial(Record):
     judge_seconds: float = 0.0
     finished_at: str = ""
     imported: str = ""
+    final: Final | None = None
+    code: str = ""
+    same_as: dict[str, int | str] = Field(default_factory=dict)
 
     @property
     def here(self) -> bool:
@@ -203,6 +236,7 @@ class Entry(Record):
     Attributes:
         spread: interquartile range over the median, by live length (since version 2).
         finished_at: when its trial ended (since version 2).
+        final: how it won, where its search had a final (since version 2).
     """
 
     problem: Annotated[dict[Word, bool | int | Text | dict[Word, int | Text]], Field(max_length=32)]
@@ -222,6 +256,7 @@ class Entry(Record):
     source_sha: Sha
     spread: Annotated[dict[Length, Share], Field(max_length=64)] = Field(default_factory=dict)
     finished_at: Annotated[str, Field(pattern=r"^([0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9:.+]{8,24})?$")] = ""
+    final: Final | None = None
 
     @classmethod
     def of(cls, trial: Trial) -> Entry:
@@ -229,8 +264,8 @@ class Entry(Record):
 
     def standing(self, here: bool, same_compiler: bool) -> tuple[Any, ...]:
         """Orders entries of one problem, the one to go by first: better evidence, then one beside the server's kernel
-        before one without, a wider range before a narrower, then the lowest score. SQL says the same in
-        `dsv4tune.tuned.reader.BEST_RANK`.
+        before one without, a wider range before a narrower, one that a final went by, then the lowest score. SQL says
+        the same in `dsv4tune.tuned.reader.BEST_RANK`.
 
         Args:
             here: measured by this machine's own searches.
@@ -241,6 +276,7 @@ class Entry(Record):
             self.yardstick == "byte floor",
             -self.range.width,
             -len(self.range.lengths),
+            self.final is None or self.final.place > 1,
             self.score,
             Config(self.config).key,
         )

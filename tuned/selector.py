@@ -121,6 +121,9 @@ class Rules:
             if entry.baseline is None or entry.baseline.name != expected:
                 beside = "no server kernel" if entry.baseline is None else entry.baseline.name
                 return f"timed beside {beside}, and this server runs {expected or 'an unknown kernel'}"
+            if entry.final is not None and not entry.final.won:
+                asked = f"{entry.final.margin:.0%} less and more than the spread was asked for"
+                return f"{expected} stayed in the search's final ({entry.score:.3f} of its time; {asked})"
             if entry.score > 1.0 - MARGIN:
                 return f"not faster than {expected} by {MARGIN:.0%} ({entry.score:.3f} of its time)"
         if self.policy == "strict" and not self.same_compiler(entry):
@@ -130,6 +133,14 @@ class Rules:
         if _width(problem, width) > entry.range.width:
             return f"tried up to {entry.range.width} columns, asked for {width}"
         return None
+
+
+def _until_lost(found: Iterator[Found]) -> Iterator[Found]:
+    """Where this machine's own final left the server's kernel in place, that is the last word: others were slower."""
+    for one in found:
+        yield one
+        if one.here and one.entry.final is not None and not one.entry.final.won:
+            return
 
 
 def _width(problem: Problem, width: int) -> int:
@@ -232,7 +243,7 @@ class Book:
         def rank(one: Found) -> tuple[Any, ...]:
             return _rank(one, order, rules)
 
-        return heapq.merge(self._held(family, rows, rules), sorted(shipped, key=rank), key=rank)
+        return _until_lost(heapq.merge(self._held(family, rows, rules), sorted(shipped, key=rank), key=rank))
 
     def _held(self, family: str, rows: int, rules: Rules) -> Iterator[Found]:
         """The user's own; what was read once is kept."""

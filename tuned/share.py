@@ -27,6 +27,8 @@ def exported(store: Store, only: Filter, left_out: list[str]) -> Iterator[Entry]
             left_out.append(f"left out, no usable trial: {key}")
         elif best.baseline is not None and best.score is not None and best.score >= 1.0:
             left_out.append(f"left out, not faster than {best.baseline.name} ({best.score:.3f} of it): {key}")
+        elif best.final is not None and not best.final.won:
+            left_out.append(f"left out, its final was not won by {best.final.margin:.0%} ({best.score:.3f}): {key}")
         else:
             yield Entry.of(best)
 

@@ -57,7 +57,7 @@ EVERYTHING = Filter()
 
 
 class Tally(NamedTuple):
-    """How many trials of a problem there are over one range, by status."""
+    """How many trials of a problem there are over one range, by status; without what finals timed again."""
 
     key: str
     problem: dict[str, Any]
@@ -95,6 +95,20 @@ class Store:
         with self._writing():
             return sum(1 for trial in trials if self._insert(trial))
 
+    def add_final(self, trials: Sequence[Trial]) -> None:
+        """Store a search's final, all of it or nothing; what an earlier one over the same range went by is a trial like
+        others."""
+        first = min(trials, key=lambda trial: trial.final.place if trial.final is not None else len(trials))
+        here = "imported = '' and range = ? and problem_id = (select id from problem where key = ?)"
+        values = [_text(first.range.model_dump(mode="json")), first.problem_key]
+        with self._writing():
+            self.db.conn.execute(f"update trial set final = 0 where final = 1 and {here}", values)
+            # Each candidate of the search counts once.
+            timed_alone = f"update trial set final = -1 where config = ? and final = 0 and status = 'ok' and {here}"
+            self.db.conn.execute(timed_alone, [_text(first.config), *values])
+            for trial in trials:
+                self._insert(trial)
+
     def _insert(self, trial: Trial) -> int:
         data = trial.model_dump(mode="json")
         rest = {name: value for name, value in data.items() if name not in _ELSEWHERE}
@@ -112,6 +126,7 @@ class Store:
             "environment_id": self._id("environment", {"json": _text(data["environment"])}, "json"),
             "width": trial.range.width,
             "lengths": len(trial.range.lengths),
+            "final": 0 if trial.final is None else 1 if trial.final.place == 1 else -1,
             "json": _text(rest),
             **{name: data[name] for name in _PLAIN},
             **{name: _text(data[name]) for name in _TEXTS},
@@ -214,8 +229,8 @@ class Store:
 
         Better evidence goes first (see `dsv4tune.tuned.records.evidence`), then one timed beside the server's kernel
         before one that was not, and a wider range before a narrower, because scores of different kinds don't compare;
-        then the lowest score, and between equal ones the first in the order of their words, so that every reader picks
-        the same.
+        then the one that a search's final went by, then the lowest score, and between equal ones the first in the order
+        of their words, so that every reader picks the same.
         """
         return next((best for _, best in self._best([problem_key], over)), None)
 
@@ -279,7 +294,7 @@ class Store:
         return sorted(found.values(), key=order)
 
     def counts(self, problem_key: str, over: Range) -> dict[str, int]:
-        """Trials over one range by status."""
+        """Trials over one range by status, without what finals timed again."""
         values = {"key": problem_key, "range": _text(over.model_dump(mode="json"))}
         return {row["status"]: row["n"] for row in self._rows(COUNTS, values)}
 
@@ -297,29 +312,30 @@ _SELECT = f"{_COLUMNS} from trial t {_JOINS}"
 _MEANT = "(select id from problem where key in (select value from json_each(:keys)))"
 #: The best trials of each, equal ones by their words.
 BEST = (
-    "with part as (select problem_id, provenance, imported, environment_id, yardstick, width, lengths, "
+    "with part as (select problem_id, provenance, imported, environment_id, yardstick, width, lengths, final, "
     f"min(score) score from trial {{index}} where problem_id in {_MEANT} and status = 'ok' and score is not null "
-    "{within} group by 1, 2, 3, 4, 5, 6, 7), "
+    "{within} group by 1, 2, 3, 4, 5, 6, 7, 8), "
     "ranked as (select *, rank() over (partition by problem_id order by {rank}) place from part) "
     # Crossed, so that no planner starts with another table.
     "{columns} from ranked r cross join trial t on t.problem_id = r.problem_id and t.provenance = r.provenance "
     "and t.imported = r.imported and t.environment_id = r.environment_id and t.yardstick = r.yardstick "
-    "and t.width = r.width and t.lengths = r.lengths and t.score = r.score and t.status = 'ok' {within} {joins} "
-    "where r.place = 1 order by p.key, t.config, t.id"
+    "and t.width = r.width and t.lengths = r.lengths and t.final = r.final and t.score = r.score "
+    "and t.status = 'ok' {within} {joins} where r.place = 1 order by p.key, t.config, t.id"
 )
 TALLIES = (
     "select p.key, p.json problem, t.range, t.status, count(*) n from problem p join trial t on t.problem_id = p.id "
-    f"where p.id in {_MEANT} group by p.id, t.range, t.status"
+    f"where p.id in {_MEANT} and t.final >= 0 group by p.id, t.range, t.status"
 )
 COUNTS = (
     "select status, count(*) n from trial where problem_id = (select id from problem where key = :key) "
-    "and range = :range group by 1"
+    "and range = :range and final >= 0 group by 1"
 )
 #: Trials of :keys that ended before :until, but for winners; see `Store.losers`.
 LOSERS = (
     f"with kin as (select id, family from problem where family in (select family from problem where id in {_MEANT})), "
     "best as (select problem_id, provenance, imported, environment_id, yardstick, range, min(score) score from trial "
-    "where problem_id in (select id from kin) and status = 'ok' and score is not null group by 1, 2, 3, 4, 5, 6), "
+    "where problem_id in (select id from kin) and status = 'ok' and score is not null "
+    "group by 1, 2, 3, 4, 5, 6, final), "
     "winner as (select distinct kin.family, t.config from best b cross join kin on kin.id = b.problem_id "
     "cross join trial t on t.problem_id = b.problem_id and t.provenance = b.provenance and t.imported = b.imported "
     "and t.environment_id = b.environment_id and t.yardstick = b.yardstick and t.score = b.score and t.status = 'ok' "

@@ -16,9 +16,9 @@ from dsv4tune.codegen import ops, render
 from dsv4tune.codegen.compile import compile_config
 from dsv4tune.codegen.devices import DEVICES
 from dsv4tune.codegen.space import Config
-from dsv4tune.tools import peers
-from dsv4tune.tools.evaluate import floors_us, predicted_us
-from dsv4tune.tools.measure import Setup
+from dsv4tune.tools import peers, samplers
+from dsv4tune.tools.evaluate import predicted_us
+from dsv4tune.tools.measure import Setup, floors_us
 from dsv4tune.tools.search import Proposer, search
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -82,7 +82,7 @@ def test_the_search_takes_it(op: RowSum) -> None:
     evaluator = FakeEvaluator(lambda config: 1.0 + (config["block_t"] != 2048) + (config["order"] == "backward"))
     best: dict[float, Config] = {}
     result = search(
-        Proposer(space, "tpe", 0),
+        Proposer(space, samplers.Guided(space, 0, lambda config: 0.0)),
         evaluator,
         lambda trial: best.setdefault(trial.score or 9.0, Config(trial.config)),
         10,

@@ -8,7 +8,8 @@ from dsv4tune.codegen import ops
 from dsv4tune.codegen.devices import DEVICES, Device
 from dsv4tune.codegen.problem import Problem
 from dsv4tune.codegen.space import Config
-from dsv4tune.tuned.records import DeviceRecord, Environment, Range, Resources, Trial
+from dsv4tune.tools.search import Pick
+from dsv4tune.tuned.records import DeviceRecord, Environment, Final, Range, Resources, Trial
 
 RESOURCES = Resources(
     registers=96,
@@ -58,12 +59,27 @@ def make_trial(config: Config | None = None, rows: int = 64, device: str = "rtx-
     return Trial(**{**values, **changes})
 
 
+def make_final(place: int, **changes: Any) -> Final:
+    values: dict[str, Any] = {
+        "place": place,
+        "won": True,
+        "margin": 0.03,
+        "spread": 0.002,
+        "rounds": 9,
+        "finalists": 2,
+        "runner_up": {"block_t": 64},
+        "runner_up_score": 0.9,
+    }
+    return Final(**{**values, **changes})
+
+
 class FakeEvaluator:
     """Answers at once with a score that a function gives."""
 
     def __init__(self, score: Any, capacity: int = 4) -> None:
         self._score, self._capacity = score, capacity
         self.waiting: list[Config] = []
+        self.pick: Pick = lambda compiled: next(iter(compiled))
         self.evaluated: list[Config] = []
 
     @property
@@ -74,7 +90,8 @@ class FakeEvaluator:
         self.waiting.append(config)
 
     def collect(self, timeout: float) -> list[tuple[Config, Trial]]:
-        config = self.waiting.pop(0)
+        config = self.pick(self.waiting)
+        self.waiting.remove(config)
         self.evaluated.append(config)
         score = self._score(config)
         status = "ok" if score is not None else "failed"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import make_trial
+from fakes import make_final, make_trial
 from typer.testing import CliRunner
 
 from dsv4tune.codegen.space import Config
@@ -137,7 +137,9 @@ def test_what_is_slower_than_the_server_is_not_exported(db: Path) -> None:
     measured: dict[str, Any] = {"provenance": "measured", "yardstick": "tilelang", "baseline": beside}
     store.add(make_trial(score=1.01, **measured))
     store.add(make_trial(rows=1, score=0.9, **measured))
+    store.add_final([make_trial(rows=2, score=0.985, final=make_final(1, won=False), **measured)])
     result = run("export", "--db", db)
+    assert "left out, its final was not won by 3% (0.985): indexer" in result.stderr
     assert "left out, not faster than tilelang (1.010 of it)" in result.stderr
     assert [entry["problem"]["rows"] for entry in json.loads(result.stdout)["entries"]] == [1]
 

@@ -17,6 +17,7 @@ from dsv4tune.tools import evaluate, gpu
 from dsv4tune.tools.evaluate import Evaluation, Pools, default_jobs
 from dsv4tune.tools.executor import Seat
 from dsv4tune.tools.measure import Setup
+from dsv4tune.tools.samplers import Grid
 from dsv4tune.tools.search import Proposer, search
 from dsv4tune.tools.workers import Pool
 from dsv4tune.tuned.records import Trial
@@ -60,7 +61,7 @@ def test_each_costs_one_trial(indexer: Indexer, monkeypatch: pytest.MonkeyPatch)
         pools.warm()
         # A good one goes between every two, and in the end: what is left behind would show.
         first = [config for pair in zip(orders, small[len(orders) :], strict=False) for config in pair]
-        result = search(Proposer(space, "grid", 0, first), Evaluation(setup, pools, None), trials.append, 16, None)
+        result = search(Proposer(space, Grid(), first), Evaluation(setup, pools, None), trials.append, 16, None)
     finally:
         pools.close()
     took = time.monotonic() - started

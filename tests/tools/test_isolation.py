@@ -18,6 +18,7 @@ from dsv4tune.tools import evaluate
 from dsv4tune.tools.evaluate import Evaluation, Pools
 from dsv4tune.tools.executor import Seat
 from dsv4tune.tools.measure import Setup
+from dsv4tune.tools.samplers import Grid
 from dsv4tune.tools.search import Proposer, search
 from dsv4tune.tools.workers import Pool
 from dsv4tune.tuned.records import Trial
@@ -52,7 +53,7 @@ def run(setup: Setup, space: Space, orders: Mapping[Config, str], trials: int) -
     finished: list[Trial] = []
     try:
         pools.warm()
-        proposer = Proposer(space, "grid", 0, list(orders))
+        proposer = Proposer(space, Grid(), list(orders))
         result = search(proposer, Evaluation(setup, pools, None), finished.append, trials, None)
         assert result.status == "complete"
     finally:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import serving
-from fakes import make_trial
+from fakes import make_final, make_trial
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -146,6 +146,20 @@ def test_the_users_database_goes_before_the_shipped_entries() -> None:
 def test_what_the_user_timed_as_slow_is_not_taken_from_the_shipped_entries() -> None:
     found = choose(8, Found(entry(8, 1.2), "mine.db"), Found(entry(8, 0.9), "shipped"))
     assert found.entry is None and "timed before, and not faster then" in str(found.considered[1])
+
+
+def test_a_lost_final_is_the_last_word_here() -> None:
+    """A candidate that was timed alone and did not reach the final is slower, however its score looks."""
+    lost = Found(entry(16, 0.985, final=make_final(1, won=False)), "mine.db", here=True)
+    alone, shipped = Found(entry(16, 0.98, OTHER), "mine.db", here=True), Found(entry(16, 0.9, OTHER), "shipped.json")
+    found = choose(16, shipped, alone, lost)
+    assert found.entry is None and "tilelang stayed in the search's final (0.985 of its time; 3% less" in found.why
+    assert choose(24, lost, alone, Found(entry(32, 0.9, OTHER), "mine.db", here=True)).entry is None
+    won = Found(entry(16, 0.9, final=make_final(1)), "mine.db", here=True)
+    assert choose(16, shipped, alone, won).config == CONFIG
+    # Elsewhere another server's figures count as such.
+    elsewhere = Found(entry(16, 0.985, final=make_final(1, won=False)), "theirs.json")
+    assert choose(16, shipped, elsewhere).config == OTHER
 
 
 def test_silicon_decides_and_names_inform() -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import make_trial
+from fakes import make_final, make_trial
 from pydantic import ValidationError
 from sqlite_utils import Database
 
@@ -347,14 +347,20 @@ def test_an_older_schema_is_read_by_a_server_and_migrated_by_a_search(path: Path
     assert served() == [(Entry.of(trial), False)]
 
 
-def test_a_migration_happens_whole_or_not_at_all(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", [one.name for one in database.migrations._migrations[1:]])
+def test_a_migration_happens_whole_or_not_at_all(path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     trial = _first_schema(path)
+    known = database.migrations._migrations
+    number = [one.name for one in known].index(name)
+    with monkeypatch.context() as earlier:
+        earlier.setattr(database.migrations, "_migrations", known[:number])
+        Store(path).close()
 
     def schema() -> list[Any]:
         return sqlite3.connect(path).execute("select sql from sqlite_master order by name").fetchall()
 
     before = schema()
-    last = database.migrations._migrations[-1]
+    last = known[number]
     migrate = last.fn
 
     def fails(db: Any) -> None:
@@ -384,6 +390,7 @@ def test_the_winners_are_the_best_of_each(path: Path) -> None:
                 "imported": dice.choice(["", "theirs.json"]),
                 "environment": trial.environment.model_copy(update={"triton": dice.choice(["1.0", triton_version()])}),
                 "range": trial.range.model_copy(update={"width": dice.choice([262_208, 262_272])}),
+                "final": dice.choice([None, None, make_final(1), make_final(2)]),
             }
         )
         trials.append(trial)
@@ -398,6 +405,32 @@ def test_the_winners_are_the_best_of_each(path: Path) -> None:
         assert winner == store.best(key)
         of_this = [place(trial) for trial in trials if trial.problem_key == key]
         assert (winner is None) == (not of_this) and (winner is None or place(winner) == min(of_this))
+
+
+def test_a_later_final_takes_the_place_of_an_earlier_one(path: Path) -> None:
+    """What was timed alone may have had luck: it does not stand before what a final went by; the last final counts."""
+    store = Store(path)
+    alone = make_trial(score=0.5)
+    first, other, last = (
+        alone.model_copy(update={"score": s, "final": make_final(n)}) for s, n in ((0.7, 1), (0.6, 2), (0.9, 1))
+    )
+    store.add(alone)
+    store.add_final([first, other])
+    assert store.best(alone.problem_key) == first
+    elsewhere = make_trial(rows=3, final=make_final(1))
+    store.add_final([elsewhere])
+    store.add_final([last])
+    assert store.best(alone.problem_key) == last and store.best(elsewhere.problem_key) == elsewhere
+    assert [trial.final for trial in store.trials(alone.problem_key)] == [
+        None,
+        make_final(1),
+        make_final(2),
+        make_final(1),
+    ]
+    # What was timed again is no candidate of the search.
+    assert store.counts(alone.problem_key, alone.range) == {"ok": 1}
+    assert [tally.counts for tally in store.tallies()] == [{"ok": 1}, {"ok": 1}]
+    store.close()
 
 
 # -- a million trials -------------------------------------------------------------------------------------------
@@ -421,7 +454,7 @@ def test_what_is_asked_often_goes_through_an_index(path: Path) -> None:
     assert "SEARCH t USING COVERING INDEX trial_range (problem_id=?)" in plan
     plan = _plan(path, store_module.COUNTS, {"key": "", "range": ""})
     assert "USING COVERING INDEX trial_range (problem_id=? AND range=?)" in plan
-    columns = {"family": "p.family", "imported": "t.imported", "lengths": "t.lengths"}
+    columns = {"family": "p.family", "imported": "t.imported", "lengths": "t.lengths", "final": "t.final"}
     ranked = reader.RANKED.format(rank=reader.BEST_RANK.format(same="1"), **columns)
     plan = _plan(path, ranked, {"family": "", "rows": 8})
     assert "SEARCH p USING COVERING INDEX problem_family (family=? AND rows=?)" in plan

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -45,9 +46,18 @@ if TYPE_CHECKING:
 
 
 class Sampler(str, Enum):
+    guided = "guided"
     tpe = "tpe"
+    gp = "gp"
+    nsga = "nsga"
     random = "random"
     grid = "grid"
+
+
+class HowMuch(str, Enum):
+    quick = "quick"
+    normal = "normal"
+    full = "full"
 
 
 class Where(str, Enum):
@@ -86,9 +96,16 @@ def search_command(
     cache: Cache = None,
     lengths: Annotated[str | None, typer.Option(help="Live lengths to score over, such as 128,2048.")] = None,
     weights: Annotated[str | None, typer.Option(help="What each length counts, such as 1,2.")] = None,
-    trials: Annotated[int, typer.Option(help="Candidates for a problem, those of earlier runs included.")] = 64,
+    effort: Annotated[HowMuch, typer.Option(help="How many candidates, and how long the final is.")] = HowMuch.normal,
+    trials: Annotated[
+        int | None,
+        typer.Option(
+            help="Candidates for a problem, those of earlier runs included, however little they gain. "
+            "[default: by --effort, fewer where nothing improves]"
+        ),
+    ] = None,
     budget: Annotated[str | None, typer.Option(help="Stop after this time, such as 90s, 10m or 1h30m.")] = None,
-    sampler: Annotated[Sampler, typer.Option(help="How candidates are proposed.")] = Sampler.tpe,
+    sampler: Annotated[Sampler, typer.Option(help="How candidates are proposed.")] = Sampler.guided,
     seed: Annotated[int, typer.Option(help="Of the sampler and the inputs.")] = 0,
     jobs: Jobs = None,
     gpus: Annotated[
@@ -104,7 +121,8 @@ def search_command(
     """Search for the fastest capture-safe config of a kernel and keep it in the database.
 
     Measures on the GPU here; without one (or for another card) it compiles, checks through Triton's interpreter and
-    predicts. Stops at --trials, --budget or Ctrl-C, and goes on from there when run again.
+    predicts. Stops when nothing improves, at --trials, --budget or Ctrl-C, and goes on from there when run again. On a
+    GPU the best ones are then timed again in turn with the server's kernel: only what is faster by 3 % stands for it.
 
     With several GPUs each candidate is timed in turn with the baseline on one of them, and only GPUs of one silicon
     take part. With --executor ray, those of a cluster do; its machines need the same dsv4tune, Triton and torch.
@@ -117,14 +135,17 @@ def search_command(
     Exit status: 0 with a best config for every row count, 1 where one has none, 2 for bad input.
     """
     from dsv4tune.codegen import ops
-    from dsv4tune.tools import progress, tune
+    from dsv4tune.tools import efforts, progress, tune
     from dsv4tune.tuned import store
 
     try:
         if kernel is None and like is None:
             raise ValueError("name a kernel with --kernel, or the server to tune for with --like")
         kernels = list(ops.OPS) if kernel is None else [ops.get(kernel).name]
-        if trials < 1:
+        spent = efforts.named(effort.value)
+        if trials is not None:
+            spent = replace(spent, trials=trials, patience=None)
+        if spent.trials < 1:
             raise ValueError(f"--trials must be at least 1, not {trials}")
         site = _site(executor, gpus)
         card, on_gpu = tune.choose_device(device, target, site)
@@ -151,7 +172,7 @@ def search_command(
                 options=options,
                 device=card,
                 on_gpu=on_gpu,
-                trials=trials,
+                effort=spent,
                 budget_s=None if budget is None else read_duration(budget, "--budget"),
                 seed=seed,
                 sampler=sampler.value,

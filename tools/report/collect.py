@@ -12,7 +12,7 @@ from typing import Any
 from dsv4tune.codegen import devices, ops
 from dsv4tune.codegen.ops.mla_decode_call import CACHES
 from dsv4tune.codegen.problem import Problem
-from dsv4tune.tools.evaluate import floors_us
+from dsv4tune.tools.measure import floors_us
 from dsv4tune.tuned.records import DeviceRecord, Entry, Range, Trial
 from dsv4tune.tuned.selector import shipped
 from dsv4tune.tuned.store import Filter, Store
