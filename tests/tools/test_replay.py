@@ -1,0 +1,99 @@
+"""Searches on the recorded spaces that lie in benchmarks: no GPU, and the bars that samplers are held to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+
+from dsv4tune.tools import recording
+from dsv4tune.tools.efforts import EFFORTS
+from dsv4tune.tools.recording import Record, Recording
+from dsv4tune.tools.replay import Replay, Replayed, _median_of_chance, agreement, figures
+
+RECORDINGS = Path("benchmarks/h200/recordings")
+
+
+@lru_cache(maxsize=4)
+def replay(name: str) -> Replay:
+    return Replay(recording.read(RECORDINGS / f"{name}.jsonl.gz"))
+
+
+@pytest.fixture
+def mla() -> Replay:
+    return replay("mla_decode_h8_r64")
+
+
+@pytest.mark.parametrize("name", [path.name.removesuffix(".jsonl.gz") for path in sorted(RECORDINGS.iterdir())])
+@pytest.mark.parametrize("in_flight", [1, 16])
+def test_the_default_sampler_is_near_the_optimum_soon(name: str, in_flight: int) -> None:
+    """Without the default config to start from; a bar says nothing where much of the space is near."""
+    found = figures(replay(name), "guided", 5, in_flight)
+    needed = found["evaluations_to_3_percent"]
+    if found["within_3_percent"] <= 0.02:
+        assert needed["of_the_space"] <= 0.10 and needed["of_chance"] <= 0.6, found
+
+
+def test_a_walk_is_its_seeds(mla: Replay) -> None:
+    walks = [mla.walk("guided", seed, 4) for seed in (1, 1, 2)]
+    assert walks[0] == walks[1] != walks[2]
+    assert len(set(walks[0])) == len(walks[0]) >= 68 and not mla.near.isdisjoint(walks[0])
+
+
+def test_chance_is_what_random_takes(mla: Replay) -> None:
+    """In the median of many walks; by count, one near kernel of two is drawn first half of the times."""
+    assert _median_of_chance(2, 1) == 1 and _median_of_chance(3, 1) == 2 and _median_of_chance(10, 10) == 1
+    found = figures(mla, "random", 60)["evaluations_to_3_percent"]
+    assert 0.5 < found["median"] / found["by_chance"] < 1.6
+
+
+def test_twins_cost_nothing() -> None:
+    """Configs of one kernel are measured once: an indexer's space has fewer kernels than configs."""
+    indexer = replay("indexer_r64")
+    assert len(indexer.kernels) == 467 < len(indexer.space.valid()) == 589
+    twin = next(r for r in indexer.recording.records.values() if r.same_as is not None)
+    evaluator = Replayed(indexer.recording, 0, 2)
+    for config in (twin.config, twin.same_as):
+        assert config is not None
+        evaluator.submit(config)
+    (first,), (second,) = evaluator.collect(0.0), evaluator.collect(0.0)
+    assert evaluator.walked == [twin.same_as] and first[1] == second[1]
+
+
+def test_repeated_searches_agree(mla: Replay) -> None:
+    found = agreement(mla, "guided", EFFORTS["normal"], 6, 16)
+    assert found["same_or_within_2_percent"] >= 0.95 and found["over_the_optimum"]["worst"] <= 1.03
+    assert found["stands_for_the_servers"] == 1.0
+
+
+def test_halving_saves_time_and_loses_nothing(mla: Replay) -> None:
+    whole, halved = (
+        agreement(mla, "guided", replace(EFFORTS["normal"], halving=halving), 4, 16) for halving in (False, True)
+    )
+    assert halved["timed_ms"]["median"] < 0.7 * whole["timed_ms"]["median"]
+    assert halved["over_the_optimum"]["worst"] <= 1.02 * whole["over_the_optimum"]["worst"]
+
+
+def changed(mla: Replay, change: Callable[[Record], Record | None]) -> Recording:
+    records = {config: change(record) for config, record in mla.recording.records.items()}
+    return Recording(mla.recording.header, {c: r for c, r in records.items() if r is not None})
+
+
+def test_a_recording_of_half_a_space_is_refused(mla: Replay) -> None:
+    lost = next(iter(mla.recording.records))
+    with pytest.raises(ValueError, match=r"1 configs of the space were not recorded.*dsv4tune record"):
+        Replay(changed(mla, lambda record: None if record.config == lost else record))
+
+
+def test_unusable_configs_are_part_of_a_space(mla: Replay) -> None:
+    best = min(mla.scores, key=lambda config: mla.scores[config])
+
+    def spoil(record: Record) -> Record:
+        return replace(record, status="failed", us={}, baseline_us={}) if record.config == best else record
+
+    spoiled = Replay(changed(mla, spoil))
+    assert spoiled.best > mla.best and best in spoiled.kernels and best not in spoiled.near
+    assert not spoiled.near.isdisjoint(spoiled.walk("guided", 0, 1))
