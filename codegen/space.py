@@ -15,10 +15,11 @@ Value: TypeAlias = int | str
 class Config(Mapping[str, Value]):
     """One choice for every parameter: frozen, hashable, and the same words in template, database and JSON."""
 
-    __slots__ = ("_values",)
+    __slots__ = ("_key", "_values")
 
     def __init__(self, values: Mapping[str, Value]) -> None:
         self._values = dict(values)
+        self._key = ""
 
     def __getitem__(self, name: str) -> Value:
         return self._values[name]
@@ -49,7 +50,9 @@ class Config(Mapping[str, Value]):
     @property
     def key(self) -> str:
         """Canonical JSON, whatever the order the values came in."""
-        return json.dumps(self._values, sort_keys=True, separators=(",", ":"))
+        if not self._key:
+            self._key = json.dumps(self._values, sort_keys=True, separators=(",", ":"))
+        return self._key
 
     def int(self, name: str) -> int:
         value = self._values[name]

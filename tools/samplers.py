@@ -100,6 +100,7 @@ class Guided(Sampler):
         self._values = _places(space, self._configs)
         self._rows: dict[int, NDArray[np.float64]] = {}
         self._predicted = predicted
+        self._ranked: list[Config] = []
         self._logs: dict[int, float | None] = {}
 
     def learn(self, config: Config, score: float | None) -> None:
@@ -127,8 +128,10 @@ class Guided(Sampler):
 
     def _start(self, unseen: Collection[Config], under_way: Collection[Config]) -> Config:
         """One of the cost model's better fifth; while that is measured, others of it that are far from those."""
-        ranked = sorted(unseen, key=lambda c: (self._predicted(c), self._place[c]))
-        better = ranked[: max(1, len(ranked) // 5)]
+        if not self._ranked:
+            self._ranked = sorted(self._configs, key=lambda config: (self._predicted(config), self._place[config]))
+        left = [config for config in self._ranked if config in unseen]
+        better = left[: max(1, len(left) // 5)]
         if not under_way:
             return self._random.choice(better)
         waiting = [self._place[config] for config in under_way if config in self._place]
