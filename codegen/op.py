@@ -8,9 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
-import torch
-
 from dsv4tune.codegen.devices import Device
+from dsv4tune.codegen.later import torch
 from dsv4tune.codegen.problem import Problem, Profile, Shape, Silicon
 from dsv4tune.codegen.space import Config, Space
 

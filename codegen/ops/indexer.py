@@ -11,9 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from dsv4tune.codegen.devices import KB, Device
+from dsv4tune.codegen.later import torch
 from dsv4tune.codegen.op import Argument, Launch, Op, Plan, Verdict, Work
 from dsv4tune.codegen.ops import indexer_check
 from dsv4tune.codegen.ops.indexer_call import IndexerCall

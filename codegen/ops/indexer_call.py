@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
+from dsv4tune.codegen.later import torch
 
 #: Read or written 16 bytes at a time.
 _VECTORS = ("q", "kv", "weights", "logits")

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
+from dsv4tune.codegen.later import torch
 from dsv4tune.codegen.op import Verdict
 from dsv4tune.codegen.ops.indexer_call import IndexerCall
 from dsv4tune.codegen.problem import Profile, Shape

@@ -12,9 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-import torch
-
 from dsv4tune.codegen.devices import Device
+from dsv4tune.codegen.later import torch
 from dsv4tune.codegen.op import Argument, Buffer, Launch, Op, Plan, Verdict, Work
 from dsv4tune.codegen.ops import mla_decode_check, mla_decode_timing
 from dsv4tune.codegen.ops.mla_decode_call import (

@@ -6,8 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
+from dsv4tune.codegen.later import torch
 from dsv4tune.codegen.problem import Problem
 
 #: Values of a query, key or output of one head: 448 without and 64 with rotary position.

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
+from dsv4tune.codegen.later import torch
 from dsv4tune.codegen.op import Verdict
 from dsv4tune.codegen.ops.mla_decode_call import (
     FOOTER_BYTES,

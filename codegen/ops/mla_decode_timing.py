@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
-
+from dsv4tune.codegen.later import torch
 from dsv4tune.codegen.ops.mla_decode_call import HEAD_DIM, TOKEN_BYTES, MlaDecodeCall, MlaDecodeProblem, page_stride
 from dsv4tune.codegen.ops.mla_decode_check import SCALE, empty_cache, fill
 from dsv4tune.codegen.problem import Profile, Shape

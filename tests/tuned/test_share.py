@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +103,20 @@ def test_import_shows_first_and_does_nothing_without_a_word(db: Path, tmp_path: 
     assert "nothing was written: --yes does it" in shown.stderr and not db.exists()
     assert json.loads(run("import", file, "--yes", "--json", "--db", db).stdout)["new"] == 2
     assert run("import", file, "--db", db, "--json").exit_code == 0
+
+
+def test_sharing_loads_no_torch(db: Path, tmp_path: Path) -> None:
+    file = export(tmp_path / "a.json", measured(8))
+    code = (
+        "import sys\n"
+        "from dsv4tune.tools.cli import app\n"
+        "app(sys.argv[1:], standalone_mode=False)\n"
+        "heavy = {'torch', 'triton', 'optuna'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    for arguments in (("import", file, "--yes", "--db", db), ("export", "--db", db, "-o", tmp_path / "b.json")):
+        subprocess.run([sys.executable, "-c", code, *arguments], check=True)
+    assert (tmp_path / "b.json").read_bytes() == file.read_bytes()
 
 
 def test_a_bad_entry_leaves_the_database_as_it_was(db: Path, tmp_path: Path) -> None:
