@@ -18,7 +18,7 @@ import jinja2
 import platformdirs
 
 from dsv4tune.codegen.op import Op
-from dsv4tune.codegen.problem import Problem
+from dsv4tune.codegen.problem import Problem, Silicon
 from dsv4tune.codegen.space import Config, Value
 
 
@@ -105,7 +105,7 @@ def environment() -> jinja2.Environment:
 def render(op: Op[Any, Any], problem: Problem, config: Config) -> Source:
     """Knobs that only change the launch plan leave the text, and so the binary, as it is."""
     # What a template may tell apart: of the rows and the SMs only what the op says of them.
-    shown = replace(problem, rows=1, silicon=replace(problem.silicon, sm_count=1, shared_bytes=0))
+    shown = replace(problem, rows=1, silicon=Silicon(problem.silicon.capability, sm_count=1, shared_bytes=0))
     structure = tuple((name, config[name]) for name in op.words if name not in op.plan_words)
     values = json.dumps(op.template_values(problem, config))
     return _rendered(op.name, op.template(config), shown, structure, values)

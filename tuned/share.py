@@ -7,7 +7,7 @@ the faster. An import adds to a database and removes nothing, so both stay in it
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -94,8 +94,8 @@ _LINES = 50
 def survey(sources: Sequence[Source], store: Store | None, only: Filter = EVERYTHING) -> Summary:
     """What importing would do; writes nothing. Without a database everything is new."""
     summary = Summary([source.name for source in sources])
-    for entry, _ in _chosen(sources, only):
-        _consider(entry, store, summary)
+    for _ in _to_store(_chosen(sources, only), store, summary):
+        pass
     return summary
 
 
@@ -108,12 +108,8 @@ def bring_in(sources: Sequence[Source], store: Store, only: Filter = EVERYTHING)
     """
     summary = Summary([source.name for source in sources])
 
-    def trials() -> Iterator[Trial]:
-        for entry, source in _chosen(sources, only):
-            if _consider(entry, store, summary):
-                yield entry.trial(source.name)
-
-    store.add_all(trials())
+    chosen = _to_store(_chosen(sources, only), store, summary)
+    store.add_all(entry.trial(source.name) for entry, source in chosen)
     return summary
 
 
@@ -124,16 +120,42 @@ def _chosen(sources: Sequence[Source], only: Filter) -> Iterator[tuple[Entry, So
                 yield entry, source
 
 
-def _consider(entry: Entry, store: Store | None, summary: Summary) -> bool:
-    """Whether it is to be stored."""
-    best = store.best(entry.problem_key) if store is not None else None
-    if best is not None and store is not None and store.held(entry):
+#: Entries that are looked up in the database at once: of 100 held, the garbage collector costs more than queries save.
+_AT_ONCE = 10
+
+
+def _to_store(
+    chosen: Iterable[tuple[Entry, Source]], store: Store | None, summary: Summary
+) -> Iterator[tuple[Entry, Source]]:
+    """Those that are to be stored, each before those that come after it are looked up for its problem."""
+    for part in _parts(chosen):
+        best = store.best_of(list(part)) if store is not None else {}
+        for key, (entry, source) in part.items():
+            if _consider(entry, best.get(key), store, summary):
+                yield entry, source
+
+
+def _parts(chosen: Iterable[tuple[Entry, Source]]) -> Iterator[dict[str, tuple[Entry, Source]]]:
+    """In order, by problem; one that comes again, as from another file, begins the next part."""
+    part: dict[str, tuple[Entry, Source]] = {}
+    for entry, source in chosen:
+        if entry.problem_key in part or len(part) == _AT_ONCE:
+            yield part
+            part = {}
+        part[entry.problem_key] = entry, source
+    yield part
+
+
+def _consider(entry: Entry, best: Trial | None, store: Store | None, summary: Summary) -> bool:
+    """Whether it is to be stored beside the best of its problem."""
+    mine = Entry.of(best) if best is not None else None
+    if mine is not None and store is not None and (mine == entry or store.held(entry)):
         summary.known += 1
         return False
     triton = triton_version()
-    if best is None:
+    if best is None or mine is None:
         summary.new += 1
-    elif standing(entry, False, triton) < standing(Entry.of(best), best.here, triton):
+    elif standing(entry, False, triton) < standing(mine, best.here, triton):
         summary.better += 1
     else:
         summary.kept += 1

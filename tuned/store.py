@@ -78,6 +78,8 @@ class Store:
         #: What happened while opening that a user should know.
         self.notes: list[str] = []
         self._same_compiler: str | None = None
+        #: Of devices, environments and problems that the transaction under way has met.
+        self._ids: dict[tuple[str, str], int] = {}
         self.db = open_for_writing(self.path, self.notes) if create else open_for_reading(self.path)
 
     def close(self) -> None:
@@ -185,6 +187,7 @@ class Store:
     def _transaction(self) -> Iterator[None]:
         # Immediate: one that starts by reading fails at once when another process wrote in between.
         self.db.execute("BEGIN IMMEDIATE")
+        self._ids = {}
         try:
             yield
         except BaseException:
@@ -193,12 +196,13 @@ class Store:
         self.db.commit()
 
     def _id(self, table: str, row: dict[str, Any], unique: str) -> int:
-        found = self.db.conn.execute(f"select id from {table} where {unique} = ?", [row[unique]]).fetchone()
-        if found is not None:
-            return int(found[0])
-        if table == "environment":
-            self._same_compiler = None
-        return self._insert_row(table, row)
+        place = table, row[unique]
+        if place not in self._ids:
+            found = self.db.conn.execute(f"select id from {table} where {unique} = ?", [row[unique]]).fetchone()
+            if found is None and table == "environment":
+                self._same_compiler = None
+            self._ids[place] = int(found[0]) if found is not None else self._insert_row(table, row)
+        return self._ids[place]
 
     # -- reading ------------------------------------------------------------------------------------------------
 
@@ -233,6 +237,10 @@ class Store:
         of their words, so that every reader picks the same.
         """
         return next((best for _, best in self._best([problem_key], over)), None)
+
+    def best_of(self, keys: Sequence[str]) -> dict[str, Trial]:
+        """`best` of each of these problems that has one, in one query."""
+        return dict(self._best(keys))
 
     def winners(self, only: Filter = EVERYTHING) -> Iterator[tuple[str, Trial | None]]:
         """Each problem's key and `best`, by key."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from dsv4tune.codegen.devices import KB, Device
@@ -104,6 +105,29 @@ _BRANCHES: tuple[dict[str, tuple[int | str, ...]], ...] = (
 )
 
 
+@cache
+def _parameters(heads: int, scaled: bool) -> tuple[Parameter, ...]:
+    return (
+        Parameter("dialect", ("triton", "gluon"), "language of the template"),
+        Parameter(
+            "schedule",
+            ("page_grid", "split", "persistent", "hybrid"),
+            "which program takes which tile of live tokens",
+        ),
+        Parameter("load", ("pointer", "tma"), "how keys come into shared memory"),
+        Parameter("operand_order", ("kq", "qk"), "tokens or heads as the rows of the product"),
+        Parameter("dot", ("fp8", "block_scaled") if scaled else ("fp8",), "matrix instruction"),
+        Parameter("block_t", (64, 128, 256), "tokens a step"),
+        Parameter("heads_per_step", (heads // 2, heads), "heads multiplied at once"),
+        Parameter("splits", (0, *(1 << i for i in range(11))), "programs a row (schedule split)"),
+        Parameter("programs_per_sm", (0, 1, 2, 3, 4, 5, 6), "programs an SM (persistent, hybrid)"),
+        Parameter("num_warps", (2, 4, 8), "warps a program"),
+        Parameter("num_stages", (1, 2, 3, 4, 6), "buffers of the load pipeline"),
+        Parameter("refill", ("auto", "late", "early"), "when a buffer is loaded again (Gluon)"),
+        Parameter("page_ahead", (0, 1, 2), "tiles between loading a page id and following it (Gluon)"),
+    )
+
+
 class Indexer(Op[IndexerProblem, IndexerCall]):
     name = "indexer"
     reference = "page_grid"
@@ -150,26 +174,7 @@ class Indexer(Op[IndexerProblem, IndexerCall]):
     # -- space --------------------------------------------------------------------------------------------------
 
     def space(self, problem: IndexerProblem, device: Device) -> Space:
-        scaled = problem.silicon.arch in BLOCK_SCALED
-        parameters = (
-            Parameter("dialect", ("triton", "gluon"), "language of the template"),
-            Parameter(
-                "schedule",
-                ("page_grid", "split", "persistent", "hybrid"),
-                "which program takes which tile of live tokens",
-            ),
-            Parameter("load", ("pointer", "tma"), "how keys come into shared memory"),
-            Parameter("operand_order", ("kq", "qk"), "tokens or heads as the rows of the product"),
-            Parameter("dot", ("fp8", "block_scaled") if scaled else ("fp8",), "matrix instruction"),
-            Parameter("block_t", (64, 128, 256), "tokens a step"),
-            Parameter("heads_per_step", (problem.heads // 2, problem.heads), "heads multiplied at once"),
-            Parameter("splits", (0, *(1 << i for i in range(11))), "programs a row (schedule split)"),
-            Parameter("programs_per_sm", (0, 1, 2, 3, 4, 5, 6), "programs an SM (persistent, hybrid)"),
-            Parameter("num_warps", (2, 4, 8), "warps a program"),
-            Parameter("num_stages", (1, 2, 3, 4, 6), "buffers of the load pipeline"),
-            Parameter("refill", ("auto", "late", "early"), "when a buffer is loaded again (Gluon)"),
-            Parameter("page_ahead", (0, 1, 2), "tiles between loading a page id and following it (Gluon)"),
-        )
+        parameters = _parameters(problem.heads, problem.silicon.arch in BLOCK_SCALED)
         return Space(parameters, lambda config: refuse(problem, device, config), _BRANCHES)
 
     def default(self, problem: IndexerProblem, device: Device) -> Config:

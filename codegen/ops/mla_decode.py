@@ -66,6 +66,21 @@ _LAUNCHES: tuple[_Branch, ...] = (
 )
 _BRANCHES = tuple({**way, **launch} for way in _WAYS for launch in _LAUNCHES)
 
+_PARAMETERS = (
+    Parameter("dialect", ("triton", "gluon"), "language of the template"),
+    Parameter("operand_order", ("kq", "qk"), "tokens or heads as the rows of the scores"),
+    Parameter("heads_per_program", (8, 16, 32, 64), "heads that share one loading of the keys"),
+    Parameter("block_t", (16, 32, 64), "tokens a tile"),
+    Parameter("convert", ("early", "late"), "keys become bf16 before or after they pass through shared memory"),
+    Parameter("load", ("pointer", "cp_async"), "keys gathered into registers, or ahead into shared memory"),
+    Parameter("loop", ("joint", "apart", "crossed"), "one loop over both caches, one for each, or two tiles a turn"),
+    Parameter("splits", _SPLITS, "programs a row and group of heads"),
+    Parameter("num_warps", (2, 4, 8), "warps a program"),
+    Parameter("num_stages", (1, 2, 3), "tiles under way"),
+    Parameter("combine", ("none", *_COMBINES), "heads x dims a program of the kernel that weighs the splits"),
+    Parameter("pdl", ("off", "late", "early"), "when that kernel starts to launch"),
+)
+
 LOG2_E = math.log2(math.e)
 
 #: Query heads of DeepSeek-V4-Flash.
@@ -144,23 +159,7 @@ class MlaDecode(Op[MlaDecodeProblem, MlaDecodeCall]):
     # -- space --------------------------------------------------------------------------------------------------
 
     def space(self, problem: MlaDecodeProblem, device: Device) -> Space:
-        parameters = (
-            Parameter("dialect", ("triton", "gluon"), "language of the template"),
-            Parameter("operand_order", ("kq", "qk"), "tokens or heads as the rows of the scores"),
-            Parameter("heads_per_program", (8, 16, 32, 64), "heads that share one loading of the keys"),
-            Parameter("block_t", (16, 32, 64), "tokens a tile"),
-            Parameter("convert", ("early", "late"), "keys become bf16 before or after they pass through shared memory"),
-            Parameter("load", ("pointer", "cp_async"), "keys gathered into registers, or ahead into shared memory"),
-            Parameter(
-                "loop", ("joint", "apart", "crossed"), "one loop over both caches, one for each, or two tiles a turn"
-            ),
-            Parameter("splits", _SPLITS, "programs a row and group of heads"),
-            Parameter("num_warps", (2, 4, 8), "warps a program"),
-            Parameter("num_stages", (1, 2, 3), "tiles under way"),
-            Parameter("combine", ("none", *_COMBINES), "heads x dims a program of the kernel that weighs the splits"),
-            Parameter("pdl", ("off", "late", "early"), "when that kernel starts to launch"),
-        )
-        return Space(parameters, lambda config: refuse(problem, device, config), _BRANCHES)
+        return Space(_PARAMETERS, lambda config: refuse(problem, device, config), _BRANCHES)
 
     def default(self, problem: MlaDecodeProblem, device: Device) -> Config:
         """What compiles without spills everywhere, with splits that fill the SMs; on sm_90 what was best on an H200."""

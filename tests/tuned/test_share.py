@@ -105,6 +105,27 @@ def test_import_shows_first_and_does_nothing_without_a_word(db: Path, tmp_path: 
     assert run("import", file, "--db", db, "--json").exit_code == 0
 
 
+@pytest.mark.parametrize("at_once", [1, 2, 100])
+def test_entries_of_one_problem_are_weighed_one_after_another(
+    at_once: int, db: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(share, "_AT_ONCE", at_once)
+    folder = tmp_path / "cards"
+    folder.mkdir()
+    export(folder / "a.json", *(measured(rows, 1.2) for rows in (8, 16, 64)))
+    export(folder / "b.json", measured(8, 1.3), measured(16, 1.1), measured(64, 1.2))
+    done = json.loads(run("import", folder, "--yes", "--json", "--db", db).stdout)
+    assert {name: done[name] for name in ("new", "better", "kept", "known")} == {
+        "new": 3,
+        "better": 1,
+        "kept": 1,
+        "known": 1,
+    }
+    assert Store(db, create=False).total() == 5 and best(db) == measured(8, 1.3, imported=str(folder / "b.json"))
+    again = json.loads(run("import", folder, "--yes", "--json", "--db", db).stdout)
+    assert again["known"] == 6 and Store(db, create=False).total() == 5
+
+
 def test_sharing_loads_no_torch(db: Path, tmp_path: Path) -> None:
     file = export(tmp_path / "a.json", measured(8))
     code = (

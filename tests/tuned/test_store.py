@@ -13,6 +13,7 @@ import sqlite3
 import stat
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +43,24 @@ def test_a_trial_comes_back_as_it_went(path: Path) -> None:
         provenance="measured",
         baseline=Baseline(name="tilelang", version="0.1.12", times_us={128: 2.5, 262_208: 1500.25}),
         warnings=["clocks held down by power cap"],
+        reason="of a path that is no UTF-8: \udcff",
     )
     store = Store(path)
     store.add(trial)
     store.close()
     assert list(Store(path, create=False).trials(trial.problem_key)) == [trial]
+
+
+def test_what_was_given_up_leaves_nothing_behind(path: Path) -> None:
+    def broken() -> Iterator[Trial]:
+        yield make_trial()
+        raise ValueError("a bad file")
+
+    store = Store(path)
+    with pytest.raises(ValueError, match="a bad file"):
+        store.add_all(broken())
+    store.add(make_trial())
+    assert list(store.trials()) == [make_trial()]
 
 
 def test_devices_environments_and_problems_are_stored_once(path: Path) -> None:
