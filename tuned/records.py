@@ -205,6 +205,16 @@ class Trial(Record):
         return self.provenance == "measured" and not self.imported
 
 
+class Tried(Record):
+    """What a trial says of its config alone, for readers of very many; fields as in `Trial`."""
+
+    config: dict[str, int | str]
+    status: Status
+    provenance: Provenance
+    yardstick: str
+    score: float | None
+
+
 Times = Annotated[dict[Length, Positive], Field(min_length=1, max_length=64)]
 
 

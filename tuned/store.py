@@ -15,7 +15,7 @@ from dsv4tune.tuned.database import StoreError as StoreError
 from dsv4tune.tuned.database import open_for_reading, open_for_writing
 from dsv4tune.tuned.reader import BEST_RANK, UNREADABLE
 from dsv4tune.tuned.reader import default_path as default_path
-from dsv4tune.tuned.records import Entry, Range, Trial, triton_version
+from dsv4tune.tuned.records import Entry, Range, Trial, Tried, triton_version
 
 # Columns of their own tables; the rest of a trial is one JSON text.
 _PLAIN = ("source_sha", "status", "provenance", "score", "yardstick", "imported")
@@ -222,6 +222,16 @@ class Store:
         for row in self._rows(f"{_SELECT} {where} order by t.id", values):
             yield _trial(row)
 
+    def tried(self, problem_key: str, over: Range) -> Iterator[Tried]:
+        """What became of each config over one range, in the order of `trials`, in a fifth of their memory.
+
+        Without what finals timed again.
+        """
+        for row in self._rows(TRIED, {"key": problem_key, "range": _text(over.model_dump(mode="json"))}):
+            with _readable():
+                found = Tried(**{**row, "config": json.loads(row["config"])})
+            yield found
+
     def problems(self, only: Filter = EVERYTHING) -> list[str]:
         """Keys of the problems with trials, by op, rows and silicon."""
         query = "select key from problem where (:op is null or op = :op) and (:rows is null or rows = :rows) "
@@ -338,6 +348,10 @@ COUNTS = (
     "select status, count(*) n from trial where problem_id = (select id from problem where key = :key) "
     "and range = :range and final >= 0 group by 1"
 )
+TRIED = (
+    "select config, status, provenance, yardstick, score from trial "
+    "where problem_id = (select id from problem where key = :key) and range = :range and final >= 0 order by id"
+)
 #: Trials of :keys that ended before :until, but for winners; see `Store.losers`.
 LOSERS = (
     f"with kin as (select id, family from problem where family in (select family from problem where id in {_MEANT})), "
@@ -355,11 +369,17 @@ LOSERS = (
 
 
 def _trial(row: dict[str, Any]) -> Trial:
-    try:
+    with _readable():
         values = json.loads(row.pop("json"))
         for name in ("config", "range", "problem", "device", "environment"):
             row[name] = json.loads(row[name])
         return Trial(**row, **values)
+
+
+@contextlib.contextmanager
+def _readable() -> Iterator[None]:
+    try:
+        yield
     except (ValueError, TypeError) as error:  # pydantic's errors are ValueErrors
         first = str(error).splitlines()[0]
         raise StoreError(

@@ -27,7 +27,7 @@ from dsv4tune.codegen.space import Config
 from dsv4tune.tuned import database, reader
 from dsv4tune.tuned import store as store_module
 from dsv4tune.tuned.reader import Stored
-from dsv4tune.tuned.records import Baseline, Entry, Range, Trial, triton_version
+from dsv4tune.tuned.records import Baseline, Entry, Range, Trial, Tried, triton_version
 from dsv4tune.tuned.selector import family
 from dsv4tune.tuned.share import standing
 from dsv4tune.tuned.store import Store, StoreError
@@ -102,6 +102,19 @@ def test_the_best_is_the_one_with_the_best_evidence(path: Path) -> None:
         store.add(trial)
         best = store.best(trial.problem_key)
         assert (best == trial) is wins, changes
+
+
+def test_what_was_tried_says_the_same_as_the_trials(path: Path) -> None:
+    store = Store(path)
+    wide, narrow = make_trial().range, make_trial().range.model_copy(update={"width": 4096})
+    some = [make_trial(), make_trial(status="failed", score=None), make_trial(range=narrow), make_trial(rows=2)]
+    store.add_all(some)
+    for over, expected in ((wide, some[:2]), (narrow, some[2:3])):
+        found = store.tried(some[0].problem_key, over)
+        assert [t.model_dump() for t in found] == [t.model_dump(include=set(Tried.model_fields)) for t in expected]
+    store.db.execute("update trial set config = '[]'")
+    with pytest.raises(StoreError, match="can't read"):
+        list(store.tried(some[0].problem_key, wide))
 
 
 def test_equal_scores_go_to_the_same_config_in_any_order(tmp_path: Path) -> None:
@@ -468,6 +481,8 @@ def test_what_is_asked_often_goes_through_an_index(path: Path) -> None:
     assert "SEARCH t USING COVERING INDEX trial_range (problem_id=?)" in plan
     plan = _plan(path, store_module.COUNTS, {"key": "", "range": ""})
     assert "USING COVERING INDEX trial_range (problem_id=? AND range=?)" in plan
+    plan = _plan(path, store_module.TRIED, {"key": "", "range": ""})
+    assert "USING INDEX trial_range (problem_id=? AND range=?)" in plan
     columns = {"family": "p.family", "imported": "t.imported", "lengths": "t.lengths", "final": "t.final"}
     ranked = reader.RANKED.format(rank=reader.BEST_RANK.format(same="1"), **columns)
     plan = _plan(path, ranked, {"family": "", "rows": 8})

@@ -13,7 +13,7 @@ from dsv4tune.codegen import devices, ops
 from dsv4tune.codegen.ops.mla_decode_call import CACHES
 from dsv4tune.codegen.problem import Problem
 from dsv4tune.tools.measure import floors_us
-from dsv4tune.tuned.records import DeviceRecord, Entry, Range, Trial
+from dsv4tune.tuned.records import DeviceRecord, Entry, Range, Tried
 from dsv4tune.tuned.selector import shipped
 from dsv4tune.tuned.store import Filter, Store
 
@@ -67,7 +67,7 @@ class Studied:
     problem: Problem
     range: Range
     device: DeviceRecord
-    trials: tuple[Trial, ...]
+    trials: tuple[Tried, ...]
     best: Entry | None
     origin: str
 
@@ -166,17 +166,15 @@ def sections(path: Path | None, benches: Sequence[Bench], kernel: str | None, sa
 def _stored(path: Path, kernel: str | None) -> Iterator[Studied]:
     store = Store(path, create=False)
     try:
-        for key in store.problems(Filter(op=kernel)):
-            by_range: dict[str, list[Trial]] = {}
-            for trial in store.trials(key):
-                by_range.setdefault(trial.range.model_dump_json(), []).append(trial)
-            for trials in by_range.values():
-                first = trials[0]
-                best = store.best(key, first.range)
-                entry = Entry.of(best) if best is not None else None
-                problem = ops.problem_from_json(first.problem)
-                origin = f"{path}, imported from {best.imported}" if best is not None and best.imported else str(path)
-                yield Studied(problem, first.range, (best or first).device, tuple(trials), entry, origin)
+        for key, problem, over, _ in store.tallies(Filter(op=kernel)):
+            best = store.best(key, over)
+            some = best or next(store.trials(key), None)
+            if some is None:
+                continue  # pruned since
+            entry = Entry.of(best) if best is not None else None
+            origin = f"{path}, imported from {best.imported}" if best is not None and best.imported else str(path)
+            tried = tuple(store.tried(key, over))
+            yield Studied(ops.problem_from_json(problem), over, some.device, tried, entry, origin)
     finally:
         store.close()
 

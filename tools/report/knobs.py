@@ -11,7 +11,7 @@ from optuna.distributions import CategoricalDistribution
 from optuna.trial import create_trial
 
 from dsv4tune.tools.report.collect import Studied
-from dsv4tune.tuned.records import Trial
+from dsv4tune.tuned.records import Tried
 
 #: PED-ANOVA compares the best tenth with the rest: with fewer trials there is no tenth to speak of.
 FEWEST_TRIALS = 30
@@ -20,7 +20,7 @@ TOP = 0.1
 SLICES = 4
 
 
-def comparable(one: Studied) -> list[Trial]:
+def comparable(one: Studied) -> list[Tried]:
     """The usable trials whose scores mean the same as the best one's."""
     if one.best is None:
         return []
@@ -28,7 +28,7 @@ def comparable(one: Studied) -> list[Trial]:
     return [t for t in one.trials if t.status == "ok" and t.score and (t.provenance, t.yardstick) == kind]
 
 
-def importances(trials: Sequence[Trial]) -> dict[str, float]:
+def importances(trials: Sequence[Tried]) -> dict[str, float]:
     """Shares by knob, the largest first; empty where there are too few trials to say.
 
     Knobs that every trial has alike are left out. By PED-ANOVA, which asks what sets the best tenth apart.
@@ -52,6 +52,6 @@ def importances(trials: Sequence[Trial]) -> dict[str, float]:
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
-def values_of(word: str, trials: Sequence[Trial]) -> list[int | str]:
+def values_of(word: str, trials: Sequence[Tried]) -> list[int | str]:
     """What a knob was in these trials, numbers first and in order."""
     return sorted({t.config[word] for t in trials}, key=lambda value: (isinstance(value, str), value))

@@ -10,7 +10,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from dsv4tune.tools.report.collect import Studied
-from dsv4tune.tuned.records import Trial
+from dsv4tune.tuned.records import Tried
 
 #: Okabe and Ito's colours, which readers of any colour vision tell apart on white and on near-black.
 OURS, SERVER = "#0072b2", "#d55e00"
@@ -155,13 +155,13 @@ def history(one: Studied) -> Chart | None:
     return Chart(one.title, f"{_counts(one.trials)} {line}".strip(), figure, 320)
 
 
-def _counts(trials: Sequence[Trial]) -> str:
+def _counts(trials: Sequence[Tried]) -> str:
     order = ("ok", "refused", "wrong", "unchecked", "failed", "timeout")
     counted = [(name, sum(t.status == name for t in trials)) for name in order]
     return f"{len(trials)} trials: " + ", ".join(f"{n} {name}" for name, n in counted if n) + "."
 
 
-def _brief(trial: Trial) -> str:
+def _brief(trial: Tried) -> str:
     words = [f"{k}={v}" for k, v in trial.config.items() if v not in (0, "auto")]
     return "<br>".join(" ".join(words[i : i + 4]) for i in range(0, len(words), 4))
 
@@ -185,7 +185,7 @@ def importances(title: str, shares: Mapping[str, float]) -> Chart:
     return Chart(title, "", figure, 90 + 30 * len(names))
 
 
-def slices(one: Studied, knob: str, trials: Sequence[Trial], values: Sequence[object]) -> Chart:
+def slices(one: Studied, knob: str, trials: Sequence[Tried], values: Sequence[object]) -> Chart:
     """Scores by one knob's value: every trial, whatever its other knobs."""
     figure = _figure(knob, f"time / {trials[0].yardstick}")
     figure.update_yaxes(type="log", tickvals=_SCORES)
