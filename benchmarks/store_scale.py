@@ -27,7 +27,6 @@ from dsv4tune.codegen.devices import DEVICES, KB, Device
 from dsv4tune.codegen.problem import Problem, Silicon
 from dsv4tune.codegen.render import render
 from dsv4tune.tools import catalogue
-from dsv4tune.tuned import files, share
 from dsv4tune.tuned.records import Baseline, DeviceRecord, Environment, Range, Resources, Trial
 from dsv4tune.tuned.selector import Book, Rules
 from dsv4tune.tuned.store import EVERYTHING, Filter, Store
@@ -164,30 +163,37 @@ def choosing(path: Path) -> dict[str, Any]:
     }
 
 
-_IMPORT = """
-import resource, sys, time
-from pathlib import Path
-from dsv4tune.tuned import files, share
-from dsv4tune.tuned.store import Store
-from dsv4tune.codegen import ops
-def peak(): return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) // 1024
-open("/proc/self/clear_refs", "w").write("5")  # the peak so far is of importing torch
-before, started, busy = peak(), time.perf_counter(), time.process_time()
-with files.opened(sys.argv[1]) as sources:
-    store = Store(Path(sys.argv[2]))
-    done = share.bring_in(sources, store)
-    store.close()
-wall, cpu = time.perf_counter() - started, time.process_time() - busy
-print(f"{done.stored} {done.known} {wall:.2f} {cpu:.2f} {before} {peak()}")
+_COMMAND = """
+import atexit, runpy, sys
+# Not by wait4, which counts the memory of the process that forked.
+status = "/proc/self/status"
+atexit.register(lambda: sys.stderr.write(next(line.split()[1] for line in open(status) if line.startswith("VmHWM"))))
+runpy.run_module("dsv4tune.tools.cli", run_name="__main__")
 """
 
 
+def command(*arguments: object, stdin: Path | None = None) -> tuple[dict[str, Any], str, str]:
+    """`dsv4tune` as a user starts it: its figures, the start of Python among them, stdout and stderr."""
+    line = [sys.executable, "-c", _COMMAND, *map(str, arguments)]
+    started, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    with (stdin or Path(os.devnull)).open("rb") as handle:
+        done = subprocess.run(line, stdin=handle, capture_output=True, text=True)
+    seconds, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
+    *said, peak_kb = done.stderr.splitlines()
+    figures = {
+        "status": done.returncode,
+        "seconds": round(seconds, 2),
+        "cpu_s": round(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, 2),
+        "peak_mb": int(peak_kb) >> 10,
+    }
+    return figures, done.stdout, "\n".join(said)
+
+
 def imported(file: Path, path: Path) -> dict[str, Any]:
-    """In a process of its own, for its memory."""
-    out = subprocess.run([sys.executable, "-c", _IMPORT, file, path], capture_output=True, text=True, check=True).stdout
-    stored, known, seconds, cpu, before, after = out.split()
-    memory = {"process_mb": int(after), "added_mb": int(after) - int(before)}
-    return {"stored": int(stored), "known": int(known), "seconds": float(seconds), "cpu_s": float(cpu), **memory}
+    figures, out, _ = command("import", file, "--yes", "--json", "--db", path)
+    done = json.loads(out)
+    stored = done["new"] + done["better"] + done["kept"]
+    return {"stored": stored, "known": done["known"], **figures}
 
 
 def refused(folder: Path) -> dict[str, Any]:
@@ -198,29 +204,9 @@ def refused(folder: Path) -> dict[str, Any]:
         for _ in range(1 << 10):
             out.write('{"a": "' + "x" * ((1 << 20) - 10) + '"},')
     found = {}
-    for name, command in (("file", f'import "{file}"'), ("pipe", "import -")):
-        with file.open("rb") as stdin:
-            started = time.perf_counter()
-            done = subprocess.run(
-                [
-                    sys.executable,
-                    "-m",
-                    "dsv4tune.tools.cli",
-                    *command.replace('"', "").split(),
-                    "--yes",
-                    "--db",
-                    folder / "none.db",
-                ],
-                stdin=stdin,
-                capture_output=True,
-                text=True,
-            )
-            found[name] = {
-                "status": done.returncode,
-                "said": done.stderr.strip().replace(str(folder), ""),
-                "seconds": round(time.perf_counter() - started, 2),
-            }
-    found["children_peak_mb"] = {"value": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss // 1024}
+    for name, place in (("file", file), ("pipe", "-")):
+        figures, _, said = command("import", place, "--yes", "--db", folder / "none.db", stdin=file)
+        found[name] = {**figures, "said": said.replace(str(folder), "")}
     file.unlink()
     return found
 
@@ -245,17 +231,12 @@ def main() -> None:
         "all": timed(lambda: list(catalogue.overview(path, EVERYTHING))),
         "one problem": timed(lambda: list(catalogue.overview(path, one)), 5),
     }
-
-    def export(source: Path, target: Path) -> None:
-        store = Store(source, create=False)
-        files.write(str(target), files.text_of(share.exported(store, EVERYTHING, [])))
-        store.close()
-
-    result["export"] = {**timed(lambda: export(path, out)), "file_mb": round(out.stat().st_size / 1e6, 1)}
+    figures, _, _ = command("export", "-o", out, "--db", path)
+    result["export"] = {**figures, "file_mb": round(out.stat().st_size / 1e6, 1)}
     empty = folder / "empty.db"
     empty.unlink(missing_ok=True)
     result["import"] = {"into an empty database": imported(out, empty), "into the same one": imported(out, path)}
-    export(empty, again)
+    command("export", "-o", again, "--db", empty)
     result["export, import, export"] = {"identical": out.read_bytes() == again.read_bytes()}
     result["1 GB of JSON"] = refused(folder)
     result["losers found"] = {
