@@ -176,10 +176,10 @@ class Terminal(Watcher):
         return Group(label, line, states, Text("  " + best_line(problem.best), style="bold" if problem.best else ""))
 
 
-def count_line(problem: Problem) -> str:
+def count_line(problem: Problem, what: str = "trials") -> str:
     left = problem.left_s
     left_text = "" if left is None else f", {duration(left)} left"
-    return f"{problem.done}/{problem.trials} trials, {problem.rate:.1f}/s{left_text}"
+    return f"{problem.done}/{problem.trials} {what}, {problem.rate:.1f}/s{left_text}"
 
 
 def best_line(best: Trial | None) -> str:

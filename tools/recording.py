@@ -198,8 +198,9 @@ def read(path: Path) -> Recording:
 
 
 def _lines(path: Path) -> Iterator[str]:
-    # Whole lines, as far as the file is sound: gzip's members are appended one by one.
-    with gzip.open(path, "rt", encoding="utf-8") as handle, contextlib.suppress(EOFError):
+    # Whole lines, as far as the file is sound: gzip's members are appended one by one, and the last may be cut off
+    # anywhere, in its head too.
+    with gzip.open(path, "rt", encoding="utf-8") as handle, contextlib.suppress(EOFError, gzip.BadGzipFile):
         for line in handle:
             if not line.endswith("\n"):
                 return

@@ -98,7 +98,7 @@ def tune(request: Request, say: Say, watch: Watcher | None = None) -> list[dict[
     pools = request.site.pools(request.jobs, request.device, request.on_gpu, say)
     deadline = None if request.budget_s is None else time.monotonic() + request.budget_s
     results = []
-    with _interrupted_once():
+    with interrupted_once():
         try:
             for problem, profile in zip(problems, profiles, strict=True):
                 result = _tune_one(op, problem, profile, request, store, pools, deadline, say, watch)
@@ -125,7 +125,7 @@ def tune_all(requests: Sequence[Request], watch: Watcher) -> list[dict[str, Any]
 
 
 @contextlib.contextmanager
-def _interrupted_once() -> Iterator[None]:
+def interrupted_once() -> Iterator[None]:
     """SIGTERM is a Ctrl-C; another of either, while the first one winds down, must not cost its result."""
 
     def interrupt(number: int, frame: Any) -> None:
@@ -182,7 +182,7 @@ def _tune_one(
         watch.phase("enumerating the space, and what it refuses")
         if request.on_gpu:
             watch.phase("timing the server's own kernel")
-            setup = _fitting(op, setup, pools, say)
+            setup = fitting(op, setup, pools, say)
             baseline, references = timed_baseline(setup, pools, say)
         evaluation = Evaluation(setup, pools, baseline, request.effort.halving)
         space = op.space(problem, request.device)
@@ -251,7 +251,7 @@ def _repeats(trial: Trial, evaluation: Evaluation, op: Op[Any, Any], problem: Pr
     )
 
 
-def _fitting(op: Op[Any, Any], setup: Setup, pools: Pools, say: Say) -> Setup:
+def fitting(op: Op[Any, Any], setup: Setup, pools: Pools, say: Say) -> Setup:
     """The setup with the lengths that fit the GPU's free memory.
 
     Raises:
@@ -276,13 +276,15 @@ def _fitting(op: Op[Any, Any], setup: Setup, pools: Pools, say: Say) -> Setup:
     return replace(setup, profile=Profile(profile.width, lengths, weights, profile.causal))
 
 
-def timed_baseline(setup: Setup, pools: Pools, say: Say) -> tuple[Baseline | None, dict[str, Any]]:
-    """The server's own kernel, and every other way to compute the op that is installed, each timed alone."""
+def timed_baseline(
+    setup: Setup, pools: Pools, say: Say, others: Sequence[str] = peers.REFERENCES
+) -> tuple[Baseline | None, dict[str, Any]]:
+    """The server's own kernel, and those of `others` that compute the op and are installed, each timed alone."""
     server = peers.baseline(setup.problem.op, setup.problem.silicon)
     if server is None:
         say(f"no baseline: no server kernel is known for {setup.problem.silicon.target}")
     references: dict[str, Any] = {}
-    for name in dict.fromkeys([*([server.name] if server is not None else []), *peers.REFERENCES]):
+    for name in dict.fromkeys([*([server.name] if server is not None else []), *others]):
         other = peers.PEERS[name]
         if other.op != setup.problem.op:
             continue

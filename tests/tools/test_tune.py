@@ -19,7 +19,7 @@ from dsv4tune.tools.cli import app
 from dsv4tune.tools.evaluate import Pools
 from dsv4tune.tools.executor import Answer
 from dsv4tune.tools.measure import PeerTimes, Setup
-from dsv4tune.tools.tune import _fitting, timed_baseline
+from dsv4tune.tools.tune import fitting, timed_baseline
 from dsv4tune.tools.workers import Pool
 
 
@@ -39,14 +39,14 @@ def test_lengths_that_do_not_fit_are_left_out_by_name(setup: Setup) -> None:
     needs = {n: op.memory_needed(setup.problem, setup.profile, n) for n in setup.profile.lengths}
     said: list[str] = []
     free = int(needs[32_768] * 1.2)
-    kept = _fitting(op, setup, pools(lambda *_: Answer(None, "ok", free)), said.append)
+    kept = fitting(op, setup, pools(lambda *_: Answer(None, "ok", free)), said.append)
     assert kept.profile.lengths == (128, 32_768) and kept.profile.weights == (2.0, 3.0)
     assert said == [f"live length 262208 left out: {needs[262_208]} B of GPU memory needed, {free} B free"]
-    assert _fitting(op, setup, pools(lambda *_: Answer(None, "ok", 1 << 60)), said.append) is setup
+    assert fitting(op, setup, pools(lambda *_: Answer(None, "ok", 1 << 60)), said.append) is setup
     with pytest.raises(ValueError, match=f"takes {needs[128]} B of GPU memory, 1000 B are free"):
-        _fitting(op, setup, pools(lambda *_: Answer(None, "ok", 1000)), said.append)
+        fitting(op, setup, pools(lambda *_: Answer(None, "ok", 1000)), said.append)
     with pytest.raises(ValueError, match="the GPU can't be used: no driver"):
-        _fitting(op, setup, pools(lambda *_: Answer(None, "raised", reason="no driver")), said.append)
+        fitting(op, setup, pools(lambda *_: Answer(None, "raised", reason="no driver")), said.append)
 
 
 def test_a_server_kernel_that_is_not_installed_is_no_baseline(setup: Setup) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from dsv4tune import __version__
-from dsv4tune.tools.cli import entries, overview, serving, sharing, tuning
+from dsv4tune.tools.cli import entries, overview, recordings, serving, sharing, tuning
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -37,6 +37,6 @@ def main(
     os.close(number)
 
 
-for module in (tuning, entries, sharing, overview, serving):
+for module in (tuning, recordings, entries, sharing, overview, serving):
     for name, command in module.COMMANDS.items():
         app.command(name)(command)

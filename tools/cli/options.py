@@ -95,6 +95,10 @@ Cache = Annotated[
         help="mla_decode: compressed cache of the layer: c4, c4-pro, c128 or none [default: c4]",
     ),
 ]
+Budget = Annotated[str | None, typer.Option(help="Stop after this time, such as 90s, 10m or 1h30m.")]
+Gpus = Annotated[
+    str | None, typer.Option(help="GPUs to measure on, a process each: all, or numbers such as 0,1. [default: 0]")
+]
 Jobs = Annotated[int | None, typer.Option("--jobs", min=1, help="Compiler processes [default: one a core]")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing but the result and errors.")]
 OneTarget = Annotated[

@@ -12,12 +12,14 @@ import typer
 
 from dsv4tune.tools.cli.options import (
     AsJson,
+    Budget,
     Cache,
     Card,
     Context,
     Db,
     Drafts,
     GpuMemory,
+    Gpus,
     Heads,
     Jobs,
     Like,
@@ -104,13 +106,11 @@ def search_command(
             "[default: by --effort, fewer where nothing improves]"
         ),
     ] = None,
-    budget: Annotated[str | None, typer.Option(help="Stop after this time, such as 90s, 10m or 1h30m.")] = None,
+    budget: Budget = None,
     sampler: Annotated[Sampler, typer.Option(help="How candidates are proposed.")] = Sampler.guided,
     seed: Annotated[int, typer.Option(help="Of the sampler and the inputs.")] = 0,
     jobs: Jobs = None,
-    gpus: Annotated[
-        str | None, typer.Option(help="GPUs to measure on, a process each: all, or numbers such as 0,1. [default: 0]")
-    ] = None,
+    gpus: Gpus = None,
     executor: Annotated[
         Where, typer.Option(help="Where processes run: this machine, or the Ray cluster of $RAY_ADDRESS.")
     ] = Where.local,
