@@ -18,6 +18,7 @@ from dsv4tune.codegen.problem import Profile, Shape
 from dsv4tune.codegen.render import render
 from dsv4tune.codegen.space import Config
 from dsv4tune.tools import bench, measure, peers, timing
+from dsv4tune.tools.executor import Last
 from dsv4tune.tools.interpreter import interpreted
 from dsv4tune.tools.measure import Measured, PeerTimes, Setup, Timed
 from dsv4tune.tools.peer import Peer
@@ -116,6 +117,11 @@ def measured(rows: int, config: Config) -> tuple[PeerTimes, Measured, Timed]:
         rounds = measure.rounds_job(setup, config, "deep_gemm")
     assert isinstance(candidate, Measured) and isinstance(rounds, Timed)
     return peer, candidate, rounds
+
+
+def rounds_job(setup: Setup, config: Config, baseline: str | None) -> Timed | Last:
+    with gpu():
+        return measure.rounds_job(setup, config, baseline)
 
 
 def benched(op: str, shape: Shape, configs: dict[str, Config], wanted: tuple[str, ...]) -> dict[str, Any]:

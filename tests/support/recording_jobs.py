@@ -70,16 +70,17 @@ class Inline(Executor):
 
 @dataclass
 class Site:
-    """A machine with an H200, of a kind."""
+    """A machine with an H200, of a kind; its processes are `made`."""
 
     found: Sequence[Device] = (CARD,)
+    made: Callable[[], Pools] = lambda: Pools(Inline("the compiler"), Inline("the GPU"), True)
 
     def devices(self) -> Sequence[Device]:
         return self.found
 
     def pools(self, jobs: int | None, device: Device, on_gpu: bool, say: Callable[[str], None]) -> Pools:
         assert on_gpu
-        return Pools(Inline("the compiler"), Inline("the GPU"), True)
+        return self.made()
 
 
 @dataclass
@@ -138,16 +139,20 @@ def narrow(monkeypatch: pytest.MonkeyPatch, keep: Callable[[Config], bool]) -> N
     def space(self: Any, problem: Any, device: Device) -> Space:
         found = whole(self, problem, device)
         few = [config for config in found.valid() if keep(config)]
+        assert few, "none is left of the space"
         return Space(found.parameters, found.refuse, found.branches, few)
 
     monkeypatch.setattr(kind, "space", space)
 
 
+def nothing_job(*_: Any) -> None:
+    pass
+
+
 def install(monkeypatch: pytest.MonkeyPatch, bench: Bench) -> None:
     """This bench's jobs in the place of those on a GPU."""
-    nothing: Callable[..., None] = lambda *_: None  # noqa: E731
     for name in ("import_job", "session_job"):
-        monkeypatch.setattr(evaluate, name, nothing)
+        monkeypatch.setattr(evaluate, name, nothing_job)
     monkeypatch.setattr(record, "compile_job", bench.compile_job)
     monkeypatch.setattr(record, "rounds_job", bench.rounds_job)
     monkeypatch.setattr(record, "fitting", lambda op, setup, pools, say: setup)

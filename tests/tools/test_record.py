@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import re
 import statistics
 from collections import Counter
@@ -10,17 +11,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pretend_gpu
 import pytest
 import recording_jobs
+import sabotage
 from recording_jobs import CARD, Bench, Crash, Site, time_of
 from typer.testing import CliRunner
 
-from dsv4tune.codegen import ops
+from dsv4tune.codegen import devices, ops
+from dsv4tune.codegen.compile import cache_environment
+from dsv4tune.codegen.problem import Profile
 from dsv4tune.codegen.space import Config
-from dsv4tune.tools import record, recording, sites
+from dsv4tune.tools import evaluate, record, recording, sites
 from dsv4tune.tools.cli import app
+from dsv4tune.tools.evaluate import Pools
+from dsv4tune.tools.measure import compile_job
 from dsv4tune.tools.progress import Lines, Watcher
 from dsv4tune.tools.recording import Record, Recording, RecordingError
+from dsv4tune.tools.timing import ROUNDS
+from dsv4tune.tools.workers import Pool
 
 
 @pytest.fixture(autouse=True)
@@ -214,6 +223,82 @@ def test_progress_is_told_in_lines(bench: Bench, file: Path, monkeypatch: pytest
     numbers = [(int(line[1]), int(line[2]), int(line[3])) for line in lines if line is not None]
     assert len(numbers) == len(said) - 1 and numbers[0] == (1, 1, 80) and numbers[79] == (1, 80, 80)
     assert numbers[-1][0] == 2 and numbers[-1][1] == numbers[-1][2] < 80
+
+
+# -- with processes ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_process_that_goes_wrong_costs_one_config(monkeypatch: pytest.MonkeyPatch, bench: Bench, file: Path) -> None:
+    recording_jobs.narrow(monkeypatch, lambda config: config["block_t"] == 256)
+    for name in ("compile_job", "rounds_job"):
+        monkeypatch.setattr(record, name, getattr(sabotage, name))
+    for name in ("import_job", "session_job"):
+        monkeypatch.setattr(evaluate, name, getattr(sabotage, name))
+    expected = {
+        "hang in compile": ("timeout", "compile: no answer in 5 s"),
+        "crash in compile": ("failed", "compile: its process ended with signal SIGSEGV"),
+        "hang": ("timeout", "no answer in 5 s"),
+        "crash": ("failed", "its process ended with signal SIGSEGV"),
+        "poison": ("failed", "device fault: an illegal memory access"),
+    }
+    orders = dict(zip(valid(), expected, strict=False))
+    how: dict[str, Any] = {"environment": sabotage.orders(orders), "prepare_s": 60}
+    site = Site(made=lambda: Pools(Pool(2, 5.0, **how), Pool(2, 5.0, **how), True))
+    result = run(file, site=site)
+    assert result["status"] == "complete" and result["recorded"] == 16 and not multiprocessing.active_children()
+    for config, r in recording.read(file).records.items():
+        status, reason = expected.get(orders.get(config, ""), ("ok", ""))
+        assert r.status == status and r.reason.startswith(reason), r
+        assert r.passes == (2 if status == "ok" else 0)
+
+
+@pytest.mark.slow
+def test_real_kernels_with_a_pretended_gpu(monkeypatch: pytest.MonkeyPatch, bench: Bench, file: Path) -> None:
+    """Real compilers for an sm_120 card, and what they made run by the interpreter between made-up events."""
+    card = pretend_gpu.CARD
+    words = {"block_t": 64, "splits": 32, "num_warps": 4}
+    recording_jobs.narrow(monkeypatch, lambda c: all(c[w] == v for w, v in words.items()) and c["num_stages"] in (3, 4))
+    monkeypatch.setattr(record, "compile_job", compile_job)
+    monkeypatch.setattr(record, "rounds_job", pretend_gpu.rounds_job)
+    indexer = type(ops.get("indexer"))
+    monkeypatch.setattr(indexer, "profile", lambda *_: Profile(320, (64, 320), (1.0, 1.0)))
+    interpret = {"TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
+    site = Site((card,), lambda: Pools(Pool(1, 300, cache_environment()), Pool(1, 300, interpret), True))
+    result = run(file, site=site, device=card, rows=3)
+    assert result["status"] == "complete" and result["statuses"]["ok"] == result["recorded"] == 2, result
+    first, same = recording.read(file).records.values()
+    assert first.us == first.baseline_us == {length: [[125.0] * ROUNDS] * 2 for length in (64, 320)}
+    assert first.error is not None and first.error < 1e-6 and first.report is not None and first.report.registers
+    assert same.same_as == first.config and same.code == first.code and same.report != first.report and not same.us
+
+
+@pytest.mark.gpu
+def test_a_few_configs_on_a_real_gpu(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
+    here = devices.here()
+    assert here is not None
+    words = {"block_t": (64,), "splits": (32,), "num_warps": (4,), "num_stages": (2, 3, 4)}
+    recording_jobs.narrow(monkeypatch, lambda config: all(config[word] in values for word, values in words.items()))
+
+    def measured(passes: int) -> dict[str, Any]:
+        wanted = record.Request("indexer", 4, 1 << 15, 0, {}, here, True, passes=passes, file=file)
+        return record.record(wanted, Watcher())
+
+    first = measured(1)
+    assert first["status"] == "complete" and first["statuses"]["ok"] == 3 and first["measured"] == [2]
+    second = measured(2)
+    assert second["measured"] == [2, 2] and second["best"] is not None
+    found = recording.read(file)
+    assert found.header.profile.lengths == (128, 2048, 8256) and found.header.device.silicon == here.silicon
+    for r in found.records.values():
+        assert r.status == "ok" and r.error is not None and r.error < 1e-2
+        if r.same_as is None:
+            assert {len(times) for passes in r.us.values() for times in passes} == {ROUNDS}
+            assert all(0 < us < 1e3 for passes in r.us.values() for times in passes for us in times)
+            assert set(r.baseline_us) == (set(r.us) if found.header.baseline is not None else set())
+    # The two that differ in nothing but three or four buffers.
+    (same,) = [r for r in found.records.values() if r.same_as is not None]
+    assert same.same_as is not None and {same.config["num_stages"], same.same_as["num_stages"]} == {3, 4}
 
 
 # -- what is no such recording ----------------------------------------------------------------------------------
