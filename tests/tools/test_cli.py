@@ -17,7 +17,7 @@ from fakes import make_final, make_trial
 from typer.testing import CliRunner
 
 from dsv4tune.codegen.space import Config
-from dsv4tune.tools.cli import app, entries, overview, serving, sharing, tuning
+from dsv4tune.tools.cli import app, entries, overview, recordings, serving, sharing, tuning
 from dsv4tune.tuned.records import Baseline, Catalogue
 from dsv4tune.tuned.store import Store
 
@@ -168,7 +168,7 @@ def test_show_survives_other_words_and_an_unwritable_cache(db: Path, monkeypatch
 
 
 def test_every_command_and_option_is_explained() -> None:
-    rooms = (tuning, entries, sharing, overview, serving)
+    rooms = (tuning, recordings, entries, sharing, overview, serving)
     commands = tuple(name for room in rooms for name in room.COMMANDS)
     assert {c.name for c in app.registered_commands} == set(commands)
     for command in commands:

@@ -12,7 +12,6 @@ from dsv4tune.tools.cli.options import (
     AsJson,
     Budget,
     Cache,
-    Card,
     Context,
     Drafts,
     Gpus,
@@ -21,20 +20,26 @@ from dsv4tune.tools.cli.options import (
     NamedKernel,
     OneTp,
     Quiet,
-    Target,
+    devices,
     fail,
     given_options,
     read_count,
     read_duration,
     say,
+    targets,
 )
 
 
 def record_command(
     kernel: NamedKernel,
     rows: Annotated[int, typer.Option(help="Query rows of a call.")] = 64,
-    target: Target = None,
-    device: Card = None,
+    target: Annotated[
+        str | None,
+        typer.Option(autocompletion=targets, help="Compute capability that the GPU here must have, such as sm_90."),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(autocompletion=devices, help="Card that the GPU here must be, such as h200.")
+    ] = None,
     context: Context = None,
     draft_tokens: Drafts = None,
     heads: Heads = None,
