@@ -39,10 +39,10 @@ def _in_place_of_a_candidate(setup: Setup, config: Config, behave: Any) -> Any:
 _kept: list[Any] = []
 
 
-def device_job(setup: Setup, config: Config, baseline: str | None) -> Any:
+def device_job(setup: Setup, config: Config, baseline: str | None, halving: bool = False) -> Any:
     order = sabotage.order(config)
     if not order:
-        return measure.device_job(setup, config, baseline)
+        return measure.device_job(setup, config, baseline, halving)
 
     def behave(*_: Any) -> Timed:
         one = torch.zeros(1, dtype=torch.int32, device="cuda")

@@ -50,7 +50,7 @@ def session_job(setup: Any) -> None:
     pass
 
 
-def device_job(setup: Any, config: Config, baseline: str | None) -> Measured:
+def device_job(setup: Any, config: Config, baseline: str | None, halving: bool = False) -> Measured:
     match order(config):
         case "hang":
             time.sleep(600)
