@@ -173,6 +173,8 @@ class Evaluation:
         judges = self.pools.judges
         while self._ready and judges.pending <= judges.size:
             config = self.pick(self._ready)
+            if config is None:
+                break
             near, tag = self._ready.pop(config), (self, config)
             if self.pools.on_gpu:
                 name = self.baseline.name if self.baseline is not None else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +61,8 @@ class Replayed:
 
     def collect(self, timeout: float) -> list[tuple[Config, Ended]]:
         config = self.pick(self._waiting)
+        if config is None:
+            return []
         del self._waiting[config]
         record = self._recording.measured(config)
         if record.config not in self._ended:
@@ -258,3 +260,27 @@ def _median_of_chance(count: int, near: int) -> int:
         if left <= 0.5:
             return drawn
     return count
+
+
+def in_words(result: Mapping[str, Any]) -> str:
+    """What `figures` and `agreement` found, as lines for people."""
+    needed, reached = result["evaluations_to_3_percent"], result["fraction_of_optimum_after"]
+    lines = [
+        result["recording"],
+        f"  {result['configs']} configs, {result['kernels']} different kernels, "
+        f"{result['within_3_percent']:.2%} of them within 3 % of the best",
+        f"  {result['sampler']}, {result['repeats']} searches, {result['in_flight']} under way at once: "
+        f"within 3 % after {needed['median']:g} ({needed['low']:g} to {needed['high']:g}) evaluations, "
+        f"{needed['of_the_space']:.1%} of the space, {needed['of_chance']:.2f} of what chance takes",
+        "  of the optimum: " + ", ".join(f"{f['median']:.3f} after {share}" for share, f in reached.items()),
+    ]
+    if "searches" in result:
+        found = result["searches"]
+        lines += [
+            f"  effort {found['effort']}: {found['kernels']['median']:g} kernels and "
+            f"{found['timed_ms']['median']:.0f} ms of timed launches; "
+            f"{found['over_the_optimum']['median']:.3f} of the best time, at worst {found['over_the_optimum']['worst']:.3f}",
+            f"  {found['same_or_within_2_percent']:.0%} end with the most frequent winner or within 2 % of it: "
+            f"{Config(found['winner']).brief}",
+        ]
+    return "\n".join(lines)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 from dsv4tune.codegen.space import Config, Space
 from dsv4tune.tools.samplers import Sampler
@@ -21,8 +21,8 @@ class Ended(Protocol):
     def score(self) -> float | None: ...
 
 
-#: Chooses one of some configs.
-Pick = Callable[[Collection[Config]], Config]
+#: Chooses one of some configs, or none.
+Pick: TypeAlias = "Callable[[Collection[Config]], Config | None]"
 
 E = TypeVar("E", bound=Ended)
 E_co = TypeVar("E_co", bound=Ended, covariant=True)
@@ -37,7 +37,7 @@ class Evaluator(Protocol[E_co]):
     """Turns configs into finished candidates; a fake or a recording may stand in for a GPU.
 
     Attributes:
-        pick: who is measured next, of those that are compiled.
+        pick: who is measured next, of those that are compiled; None where nobody is to be.
     """
 
     pick: Pick
@@ -101,14 +101,15 @@ class Proposer:
         self._valid = frozenset(self._unseen)
         self._given = [config for config in first if config in self._valid]
         self._under_way: dict[Config, None] = {}
-        self._picked: dict[Config, None] = {}
+        #: Those that are being measured.
+        self.picked: dict[Config, None] = {}
         self._sampler = sampler
 
     def learn(self, config: Config, score: float | None) -> None:
         """A finished trial, of this run or an earlier one; None for an unusable candidate."""
         self._unseen.pop(config, None)
         self._under_way.pop(config, None)
-        self._picked.pop(config, None)
+        self.picked.pop(config, None)
         if config in self._valid:
             self._sampler.learn(config, score)
 
@@ -123,8 +124,8 @@ class Proposer:
 
     def pick(self, compiled: Collection[Config]) -> Config:
         """Of those that were proposed and are compiled, the one to measure next."""
-        config = self._chosen(compiled, self._picked)
-        self._picked[config] = None
+        config = self._chosen(compiled, self.picked)
+        self.picked[config] = None
         return config
 
     def _chosen(self, among: Collection[Config], under_way: Collection[Config]) -> Config:
@@ -150,7 +151,12 @@ def search(
     result = Result()
     under_way = 0
     exhausted = False
-    evaluator.pick = proposer.pick
+
+    def left() -> int:
+        """Trials that nobody has taken; who is measured has one."""
+        return trials - result.tried - len(proposer.picked)
+
+    evaluator.pick = lambda compiled: proposer.pick(compiled) if left() > 0 else None
     try:
         while result.tried < trials:
             late = deadline is not None and time.monotonic() >= deadline
@@ -171,8 +177,10 @@ def search(
             if under_way == 0:
                 break
             wait = 1.0 if deadline is None else max(0.0, min(1.0, deadline - time.monotonic()))
-            for config, trial in evaluator.collect(wait)[: trials - result.tried]:
+            for config, trial in evaluator.collect(wait):
                 under_way -= 1
+                if config not in proposer.picked and left() <= 0:
+                    continue  # it was compiled to be chosen from, and no trial is left for it
                 finished(trial)
                 proposer.learn(config, usable_score(trial))
                 result.tried += 1

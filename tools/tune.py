@@ -223,6 +223,7 @@ def _tune_one(
             lambda tried: watch.show(),
             patience.is_lost,
         )
+        evaluation.close()
         if request.on_gpu and result.status != "interrupted":
             watch.phase("timing the best ones again, in turn")
             final.hold(evaluation, space, store, stored, request.effort, say)

@@ -91,6 +91,8 @@ class FakeEvaluator:
 
     def collect(self, timeout: float) -> list[tuple[Config, Trial]]:
         config = self.pick(self.waiting)
+        if config is None:
+            return []
         self.waiting.remove(config)
         self.evaluated.append(config)
         score = self._score(config)

@@ -196,6 +196,17 @@ def test_equal_machine_code_is_measured_once(evaluation: Evaluation) -> None:
     assert found[1].same_as == dict(first) and len(judged) == 2
 
 
+def test_what_an_earlier_search_left_behind_is_nobodys(evaluation: Evaluation) -> None:
+    """Searches share their processes: what one compiled to choose from may end while the next one collects."""
+    config = ops.get("indexer").default(evaluation.setup.problem, evaluation.setup.device)
+    evaluation.answer = lambda function, arguments: Compiled(  # type: ignore[attr-defined]
+        "0" * 64, Report(**RESOURCES.model_dump()), "c" * 64
+    )
+    evaluation.submit(config)
+    later = Evaluation(evaluation.setup, evaluation.pools, evaluation.baseline)
+    assert later.collect(0.0) == [] and not later._ready and not evaluation.pools.judges.pending
+
+
 def test_what_fell_behind_is_no_candidate_for_the_best(evaluation: Evaluation) -> None:
     config = ops.get("indexer").default(evaluation.setup.problem, evaluation.setup.device)
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from dsv4tune.tools import recording
+from dsv4tune.tools.cli import app
 from dsv4tune.tools.efforts import EFFORTS
 from dsv4tune.tools.recording import Record, Recording
 from dsv4tune.tools.replay import Replay, Replayed, _median_of_chance, agreement, figures
@@ -97,3 +101,29 @@ def test_unusable_configs_are_part_of_a_space(mla: Replay) -> None:
     spoiled = Replay(changed(mla, spoil))
     assert spoiled.best > mla.best and best in spoiled.kernels and best not in spoiled.near
     assert not spoiled.near.isdisjoint(spoiled.walk("guided", 0, 1))
+
+
+# -- the command ------------------------------------------------------------------------------------------------
+
+
+def test_the_command_tells_people_and_machines_the_same() -> None:
+    file = str(RECORDINGS / "mla_decode_h8_r64.jsonl.gz")
+    arguments = ["replay", file, "--repeats", "3", "--effort", "quick", "--in-flight", "8"]
+    told = CliRunner().invoke(app, arguments)
+    result = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
+    assert told.exit_code == 0 and result["file"] == file and result["searches"]["effort"] == "quick"
+    needed = result["evaluations_to_3_percent"]["median"]
+    assert f"within 3 % after {needed:g} (" in told.stdout and "340 different kernels" in told.stdout
+    both = json.loads(CliRunner().invoke(app, ["replay", file, file, "--repeats", "1", "--json"]).stdout)
+    assert len(both["results"]) == 2 and both["results"][0] == both["results"][1]
+
+
+def test_what_is_no_recording_is_one_line(tmp_path: Path) -> None:
+    for content in (b"", b"{}", b"\x1f\x8b\x08", gzip.compress(b'{"recording": 2}\n'), gzip.compress(b"[1]\n")):
+        file = tmp_path / "space.jsonl.gz"
+        file.write_bytes(content)
+        result = CliRunner().invoke(app, ["replay", str(file)])
+        assert result.exit_code == 2 and result.stdout == "" and result.stderr.count("\n") == 1
+        assert f"{file} is no recording of `dsv4tune record`" in result.stderr, result.stderr
+    result = CliRunner().invoke(app, ["replay", str(tmp_path / "none.gz")])
+    assert result.exit_code == 2 and "No such file" in result.stderr

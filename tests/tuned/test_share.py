@@ -244,7 +244,7 @@ def test_diff(tmp_path: Path) -> None:
     assert done.exit_code == 1
     assert [line[0] for line in done.stdout.splitlines()] == ["-", "+", "~"]
     found = json.loads(run("diff", a, b, "--json").stdout)
-    assert list(found["changed"][0]["fields"]) == ["score", "times_us"]
+    assert list(found["changed"][0]["fields"]) == ["score", "times_us", "final"]
     assert run("diff", a, a).exit_code == 0 and run("diff", a, tmp_path / "none.json").exit_code == 2
 
 

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from dataclasses import replace
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -16,6 +17,21 @@ from dsv4tune.codegen.space import Config
 
 if TYPE_CHECKING:
     from dsv4tune.tuned.store import Filter
+
+
+class Sampler(str, Enum):
+    guided = "guided"
+    tpe = "tpe"
+    gp = "gp"
+    nsga = "nsga"
+    random = "random"
+    grid = "grid"
+
+
+class HowMuch(str, Enum):
+    quick = "quick"
+    normal = "normal"
+    full = "full"
 
 
 def kernels() -> list[str]:

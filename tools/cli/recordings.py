@@ -1,4 +1,4 @@
-"""Commands around recordings of whole spaces: record."""
+"""Commands around recordings of whole spaces: record, replay."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from dsv4tune.tools.cli.options import (
     Drafts,
     Gpus,
     Heads,
+    HowMuch,
     Jobs,
     NamedKernel,
     OneTp,
     Quiet,
+    Sampler,
     devices,
     fail,
     given_options,
@@ -97,4 +99,46 @@ def record_command(
         raise typer.Exit(1)
 
 
-COMMANDS = {"record": record_command}
+def replay_command(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Recordings of `dsv4tune record`.")],
+    sampler: Annotated[Sampler, typer.Option(help="How candidates are proposed.")] = Sampler.guided,
+    repeats: Annotated[int, typer.Option(min=1, help="Searches, with seeds 0, 1, 2, ...")] = 50,
+    in_flight: Annotated[
+        int, typer.Option(min=1, help="Candidates under way at once; a search has two for each core.")
+    ] = 1,
+    effort: Annotated[
+        HowMuch | None, typer.Option(help="Replay whole searches of this effort too, the final with them.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run searches on recorded spaces, with the noise that was recorded and without a GPU.
+
+    Tells how near to the best config a sampler is after 1, 5, 10 and 20 % of the space, and after how many it is within
+    3 % of it. Neither the default config nor anything else is given to it. With --effort also how searches as
+    `dsv4tune search` makes them end, and whether they agree.
+
+    Exit status: 0, or 2 for a file that is no recording of a whole space.
+    """
+    from dsv4tune.tools import efforts, recording, replay
+
+    results = []
+    try:
+        for file in files:
+            found = replay.Replay(recording.read(file))
+            result = {"file": str(file), **replay.figures(found, sampler.value, repeats, in_flight)}
+            if effort is not None:
+                spent = efforts.named(effort.value)
+                result["searches"] = {
+                    "effort": effort.value,
+                    **replay.agreement(found, sampler.value, spent, repeats, in_flight),
+                }
+            results.append(result)
+            if not as_json:
+                typer.echo(replay.in_words(result))
+    except (ValueError, OSError) as error:
+        fail(error)
+    if as_json:
+        typer.echo(json.dumps(results[0] if len(results) == 1 else {"results": results}))
+
+
+COMMANDS = {"record": record_command, "replay": replay_command}

@@ -21,6 +21,7 @@ from dsv4tune.tools.cli.options import (
     GpuMemory,
     Gpus,
     Heads,
+    HowMuch,
     Jobs,
     Like,
     NamedKernel,
@@ -28,6 +29,7 @@ from dsv4tune.tools.cli.options import (
     OneTp,
     Quiet,
     Rows,
+    Sampler,
     Target,
     fail,
     given_options,
@@ -45,21 +47,6 @@ from dsv4tune.tools.cli.options import (
 
 if TYPE_CHECKING:
     from dsv4tune.tools.sites import Site
-
-
-class Sampler(str, Enum):
-    guided = "guided"
-    tpe = "tpe"
-    gp = "gp"
-    nsga = "nsga"
-    random = "random"
-    grid = "grid"
-
-
-class HowMuch(str, Enum):
-    quick = "quick"
-    normal = "normal"
-    full = "full"
 
 
 class Where(str, Enum):
