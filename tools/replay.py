@@ -276,10 +276,11 @@ def in_words(result: Mapping[str, Any]) -> str:
     ]
     if "searches" in result:
         found = result["searches"]
+        over = found["over_the_optimum"]
         lines += [
             f"  effort {found['effort']}: {found['kernels']['median']:g} kernels and "
             f"{found['timed_ms']['median']:.0f} ms of timed launches; "
-            f"{found['over_the_optimum']['median']:.3f} of the best time, at worst {found['over_the_optimum']['worst']:.3f}",
+            f"{over['median']:.3f} of the best time, at worst {over['worst']:.3f}",
             f"  {found['same_or_within_2_percent']:.0%} end with the most frequent winner or within 2 % of it: "
             f"{Config(found['winner']).brief}",
         ]
