@@ -24,7 +24,7 @@ from dsv4tune.tools.progress import Lines, Watcher, in_words
 from dsv4tune.tools.progress import Problem as Shown
 from dsv4tune.tools.search import Patience, Proposer, Result, search, usable_score
 from dsv4tune.tools.sites import Local, Site
-from dsv4tune.tuned.records import Baseline, Range, Trial, plain
+from dsv4tune.tuned.records import STATUSES, Baseline, Range, Trial, plain
 from dsv4tune.tuned.store import Store
 
 #: A search on this machine and its first GPU.
@@ -318,7 +318,6 @@ def _result(
 ) -> dict[str, Any]:
     over = Range(**profile.to_json())
     counts = store.counts(problem.key, over)
-    statuses = ("ok", "pruned", "refused", "wrong", "unchecked", "failed", "timeout")
     best = store.best(problem.key, over)
     return {
         "status": result.status,
@@ -326,7 +325,7 @@ def _result(
         "best": best_json(best) if best is not None else None,
         "baseline": baseline.model_dump(mode="json") if baseline is not None else None,
         "references": references,
-        "trials": {"total": sum(counts.values()), **{name: counts.get(name, 0) for name in statuses}},
+        "trials": {"total": sum(counts.values()), **{name: counts.get(name, 0) for name in STATUSES}},
         "tried": result.tried,
         "seconds": round(seconds, 2),
         "db": str(store.path),

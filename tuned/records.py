@@ -6,7 +6,7 @@ import re
 from dataclasses import asdict
 from functools import lru_cache
 from importlib import metadata
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -39,6 +39,8 @@ def plain(text: str) -> str:
 
 
 Status = Literal["ok", "pruned", "refused", "wrong", "unchecked", "failed", "timeout"]
+#: In the order in which counts of them are shown.
+STATUSES: tuple[Status, ...] = get_args(Status)
 Provenance = Literal["measured", "predicted"]
 #: Microseconds, or another figure, by live length.
 ByLength = dict[int, float]

@@ -120,6 +120,23 @@ def test_list_and_show(filled: Path) -> None:
     assert "checked by interpreter" in text and str(source) in text
 
 
+def test_show_tells_how_the_final_went(db: Path) -> None:
+    store = Store(db)
+    store.add_final([make_trial(score=0.9, final=make_final(1, runner_up={"block_t": 64}, runner_up_score=0.93))])
+    store.add_final(
+        [make_trial(rows=2, score=0.99, final=make_final(1, won=False, runner_up=None, runner_up_score=None))]
+    )
+    store.close()
+    text = run("show", "--db", db, "--kernel", "indexer", "--rows", 64).stdout
+    won = "stands for the server's kernel; the next, block_t=64, 0.930"
+    assert f"final of 2, 9 rounds: 0.900, spread 0.2%, margin 3%: {won}" in text
+    assert (
+        "margin 3%: the server's kernel stays\n" in run("show", "--db", db, "--kernel", "indexer", "--rows", 2).stdout
+    )
+    found = json.loads(run("show", "--db", db, "--kernel", "indexer", "--rows", 64, "--json").stdout)
+    assert found["final"]["runner_up"] == {"block_t": 64} and found["final"]["won"] is True
+
+
 def test_export_is_the_same_for_the_same_database(filled: Path, tmp_path: Path) -> None:
     files = [tmp_path / "a.json", tmp_path / "b.json"]
     for file in files:

@@ -17,6 +17,7 @@ from dsv4tune.tools.cli.options import (
     Words,
     database,
     figures,
+    final_line,
     one_line,
     only,
     reading,
@@ -78,6 +79,8 @@ def show_command(
             if value not in (0, "auto"):
                 typer.echo(f"    {word:16} {value:8} {one['words'].get(word, '')}")
         typer.echo(f"  error {one['error']:.1e} against float64, checked by {one['checked_by']}")
+        if one["final"]:
+            typer.echo(f"  {final_line(one['final'], one['score'])}")
         r = one["resources"]
         typer.echo(
             f"  {r['registers']} registers, {r['spill_bytes']} B spilled, {r['shared_bytes']} B shared, {r['mma']}"

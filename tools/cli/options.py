@@ -327,5 +327,16 @@ def figures(best: dict[str, Any]) -> str:
     return f"{best['provenance']}: {times_of(times)}; {best['score']:.3f} of {best['yardstick']}"
 
 
+def final_line(part: dict[str, Any], score: float) -> str:
+    second = (
+        f"; the next, {Config(part['runner_up']).brief}, {part['runner_up_score']:.3f}" if part["runner_up"] else ""
+    )
+    verdict = "stands for the server's kernel" if part["won"] else "the server's kernel stays"
+    return (
+        f"final of {part['finalists']}, {part['rounds']} rounds: {score:.3f}, spread {part['spread']:.1%}, margin "
+        f"{part['margin']:.0%}: {verdict}{second}"
+    )
+
+
 def times_of(times: dict[Any, float]) -> str:
     return ", ".join(f"{us:.2f} us at {length}" for length, us in times.items())

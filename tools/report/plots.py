@@ -10,7 +10,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from dsv4tune.tools.report.collect import Studied
-from dsv4tune.tuned.records import Tried
+from dsv4tune.tuned.records import STATUSES, Tried
 
 #: Okabe and Ito's colours, which readers of any colour vision tell apart on white and on near-black.
 OURS, SERVER = "#0072b2", "#d55e00"
@@ -156,8 +156,7 @@ def history(one: Studied) -> Chart | None:
 
 
 def _counts(trials: Sequence[Tried]) -> str:
-    order = ("ok", "refused", "wrong", "unchecked", "failed", "timeout")
-    counted = [(name, sum(t.status == name for t in trials)) for name in order]
+    counted = [(name, sum(t.status == name for t in trials)) for name in STATUSES]
     return f"{len(trials)} trials: " + ", ".join(f"{n} {name}" for name, n in counted if n) + "."
 
 
