@@ -1,13 +1,21 @@
-"""The model that predicts a time from the compile report, the launch plan and the card: for ranking without a GPU.
+"""The model that predicts a time, for ranking without a GPU and before anything is compiled: from the launch plan, the
+card and, where there is one, the compile report.
 
-On top of a fixed start, a launch takes about as long as the slowest of three things: moving its bytes, issuing its
-instructions on the busiest SM, and the busiest program's chain of steps. Programs that find no work cost their start.
+On top of its start, a launch takes about as long as the slowest of three things: moving its bytes, issuing its
+instructions on the busiest SM, and the busiest program's chain of steps. What those cost (`Constants`) is data. So is
+by how much a card was seen to differ from it for a value of a config's word (`Model.effects`), which says nothing of
+other silicon. `dsv4tune fit` makes both from measurements; the shipped ones lie in cost_model.json.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from dataclasses import dataclass
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from dsv4tune.codegen.compile import Report
@@ -16,55 +24,244 @@ from dsv4tune.codegen.op import Op, Work
 from dsv4tune.codegen.problem import Problem, Profile
 from dsv4tune.codegen.space import Config
 
+VERSION = 1
+SHIPPED = Path(__file__).with_name("cost_model.json")
+
+#: Registers of a thread that is not compiled yet.
+USUAL_REGISTERS = 128
+
+
+class CostModelError(ValueError):
+    """A file that is no cost model; one line that says why."""
+
 
 @dataclass(frozen=True)
-class Model:
-    """Constants of the model; microseconds unless named otherwise.
+class Constants:
+    """What things take, in microseconds unless said otherwise.
 
     Attributes:
-        fitted_on: the measurements that the constants were fitted to.
-        start: launch, and the loads before a program's first step.
-        latency: from asking for a step's bytes to having them.
+        start: a launch.
+        latency: one round trip to memory.
+        step: a step whatever is in it: its barriers, its loop.
+        instruction: from one instruction of a warp to its next.
+        issue: one warp's instruction, of an SM that has warps enough.
+        byte: a byte of a step on its way into its program.
         program: starting one more program on an SM that holds all it can.
         scan: reading one length of a scan.
-        score_ns: an SM's time for one product's share of a step's instructions, nanoseconds.
-        heads_as_rows: what a step costs with operand order qk, as a multiple.
+        later: a kernel that starts when the one before it has ended.
         reached: share of the vendor's bandwidth that kernels reach.
     """
 
-    fitted_on: str
     start: float
     latency: float
+    step: float
+    instruction: float
+    issue: float
+    byte: float
     program: float
     scan: float
-    score_ns: float
-    heads_as_rows: float
+    later: float
     reached: float
 
 
-#: Fitted by least absolute error of the logarithm to 324 trials of benchmarks/h200/indexer_trials.jsonl.gz, all that
-#: were measured before 20:30.
-MODEL = Model(
-    fitted_on="sm_90 (H200), indexer, rows 1, 16 and 64",
-    start=3.46,
-    latency=2.02,
-    program=0.0738,
-    scan=0.0101,
-    score_ns=0.0644,
-    heads_as_rows=2.21,
-    reached=0.92,
-)
+#: By op, word of the config and its value: logarithm of a time over what the constants say.
+Effects = Mapping[str, Mapping[str, Mapping[str, float]]]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Measurements of one op on one card that a model was fitted to; rows and configs that they have."""
+
+    target: str
+    device: str
+    op: str
+    rows: tuple[int, ...]
+    configs: int
+
+
+@dataclass(frozen=True)
+class Judged:
+    """Rank correlations of a recording's scores with those of a fit that has not seen its problem, or None for what
+    can't be told.
+
+    Attributes:
+        constants: by the constants alone, as on other silicon.
+        effects: with the card's effects too.
+        uncompiled: likewise, without the compile reports.
+    """
+
+    constants: float | None
+    effects: float | None
+    uncompiled: float | None
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A recording, judged by fits to the other recordings alone and to the trials of other problems too."""
+
+    recording: str
+    target: str
+    configs: int
+    recordings: Judged
+    trials: Judged
+
+
+@dataclass(frozen=True)
+class Model:
+    """Constants, effects by compute capability, and where both come from."""
+
+    constants: Constants
+    effects: Mapping[str, Effects] = field(default_factory=dict)
+    sources: tuple[Source, ...] = ()
+    left_out: tuple[LeftOut, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return {"cost_model": VERSION, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, data: Any) -> Model:
+        """The model that `to_json` wrote.
+
+        Raises:
+            ValueError, KeyError, TypeError, AttributeError: it is none.
+        """
+        if not isinstance(data, dict) or data.get("cost_model") != VERSION:
+            raise ValueError(f"no object with cost_model {VERSION}")
+        names, constants = {f.name for f in fields(Constants)}, data["constants"]
+        if set(constants) != names:
+            raise ValueError(f"constants are {', '.join(sorted(names))}, not {', '.join(sorted(constants))}")
+        for name, value in constants.items():
+            if not _number(value) or value <= 0:
+                raise ValueError(f"constant {name} is {value!r}, not a number above 0")
+        for of_ops in data["effects"].values():
+            for words in of_ops.values():
+                for word, values in words.items():
+                    bad = [v for v, effect in values.items() if not _number(effect) or abs(effect) > 10]
+                    if bad:
+                        raise ValueError(f"effect of {word}={bad[0]} is no logarithm of a ratio of times")
+        sources = (Source(**{**one, "rows": tuple(one["rows"])}) for one in data["sources"])
+        left_out = (
+            LeftOut(**{**one, "recordings": Judged(**one["recordings"]), "trials": Judged(**one["trials"])})
+            for one in data["left_out"]
+        )
+        return cls(Constants(**constants), data["effects"], tuple(sources), tuple(left_out))
+
+    def factor(self, problem: Problem, config: Config) -> float:
+        """By how much a config of this problem takes longer than the constants say, as far as that was seen."""
+        effects = self.effects.get(problem.silicon.target, {}).get(problem.op, {})
+        return math.exp(sum(values.get(str(config[word]), 0.0) for word, values in effects.items() if word in config))
+
+    def says(self, device: Device) -> str:
+        """Where it was fitted, and how well it ranked what it had not seen there, by what it would rank `device` by:
+        without the effects where they are another architecture's."""
+        cards = dict.fromkeys(f"{one.target} ({one.device.removeprefix('NVIDIA ')})" for one in self.sources)
+        rows: dict[str, set[int]] = {}
+        for one in self.sources:
+            rows.setdefault(one.op, set()).update(one.rows)
+        over = [f"{op}, rows {', '.join(map(str, sorted(of)))}" for op, of in rows.items()]
+        own = device.silicon.target in self.effects
+        ranked = [(one.trials.effects if own else one.trials.constants, one.recording) for one in self.left_out]
+        figures = ", ".join(f"{figure:.2f} {name}" for figure, name in ranked if figure is not None)
+        text = f"fitted on {', '.join(cards)}: {'; '.join(over)}"
+        return f"{text}; rank correlation with what was measured there: {figures}" if figures else text
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def load() -> Model:
+    """The user's own file where DSV4TUNE_COST_MODEL names one, else the shipped one; read once.
+
+    Raises:
+        CostModelError: it can't be read, or is no cost model.
+    """
+    return read(Path(os.environ.get("DSV4TUNE_COST_MODEL") or SHIPPED))
+
+
+@lru_cache(maxsize=4)
+def read(path: Path) -> Model:
+    """A file of `dsv4tune fit -o`.
+
+    Raises:
+        CostModelError: it can't be read, or is no cost model.
+    """
+    try:
+        return Model.from_json(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        why = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error).splitlines()[0]
+        raise CostModelError(f"{path} is no cost model of `dsv4tune fit`: {why}") from error
+
+
+# -- a launch ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a launch asks for, before any constant; numbers, or arrays of them for many launches at once.
+
+    Attributes:
+        bytes_us: moving its bytes at the vendor's bandwidth.
+        issued: instructions of all warps on the busiest SM.
+        longest: steps of the busiest program, each of `instructions` of a warp, `step_bytes` and `exposed` round trips.
+        first_trips: round trips before the first step.
+        started: programs that an SM starts when others have ended, and of later kernels.
+        scanned, later: as in `Work`.
+    """
+
+    bytes_us: Any
+    issued: Any
+    longest: Any
+    instructions: Any
+    step_bytes: Any
+    exposed: Any
+    first_trips: Any
+    started: Any
+    scanned: Any
+    later: Any
 
 
 def resident(report: Report | None, warps: int, device: Device) -> int:
-    """Programs that one SM holds at a time."""
+    """Programs that one SM holds at a time; without a report as their warps and usual registers allow."""
     threads = 32 * warps
     most_threads = 2048 if device.silicon.capability in ("9.0", "10.0") else 1536
-    if report is None:
-        return max(1, most_threads // threads)
-    by_registers = 65536 // (max(report.registers, 16) * threads)
-    by_shared = device.sm_shared_bytes // (report.shared_bytes + KB)
+    by_registers = 65536 // (max(report.registers if report is not None else USUAL_REGISTERS, 16) * threads)
+    by_shared = device.sm_shared_bytes // (report.shared_bytes + KB) if report is not None else by_registers
     return max(1, min(by_registers, by_shared, most_threads // threads))
+
+
+def facts(work: Work, warps: int, report: Report | None, device: Device) -> Facts:
+    sms = device.silicon.sm_count
+    held = resident(report, warps, device)
+    instructions = work.instructions
+    if report is not None and report.spill_bytes:
+        instructions *= 1.5  # not fitted: next to no trial spilled
+    # Programs that are all resident divide the steps evenly, but not the SMs.
+    uneven = -(-work.programs // sms) * sms / work.programs if work.programs <= sms * held else 1.0
+    waves = max(0.0, work.programs / (sms * held) - 1.0)
+    return Facts(
+        bytes_us=(work.steps * work.step_bytes + work.fixed_bytes) / device.bandwidth * 1e6,
+        issued=max(work.steps / sms * uneven, work.longest) * instructions * warps,
+        longest=work.longest,
+        instructions=instructions,
+        step_bytes=work.step_bytes,
+        exposed=work.trips / (1 + work.ahead),
+        first_trips=work.first_trips,
+        started=waves * held + work.later_programs / sms,
+        scanned=work.scanned,
+        later=work.later,
+    )
+
+
+def launch_us(f: Facts, c: Constants) -> Any:
+    """Microseconds, as an array where the facts are arrays."""
+    memory = f.bytes_us / c.reached
+    issue = f.issued * c.issue
+    step = c.step + f.instructions * c.instruction + f.step_bytes * c.byte + f.exposed * c.latency
+    # The slowest of the three, and somewhat more where another is nearly as slow.
+    slowest = (memory**3 + issue**3 + (f.longest * step) ** 3) ** (1 / 3)
+    before = c.start + f.first_trips * c.latency + f.scanned * c.scan
+    return before + f.started * c.program + f.later * c.later + slowest
 
 
 def predict_us(
@@ -75,34 +272,13 @@ def predict_us(
     length: int,
     report: Report | None,
     device: Device,
+    model: Model | None = None,
 ) -> float:
-    """Predicted microseconds of one launch at one live length; without a report, of what was not compiled yet."""
-    return launch_us(op.work(problem, config, profile, length), config, report, device, MODEL)
+    """Predicted microseconds of one launch at one live length; without a report, of a config that is not compiled yet.
 
-
-def launch_us(work: Work, config: Config, report: Report | None, device: Device, model: Model) -> float:
-    sms = device.silicon.sm_count
-    held = resident(report, config.int("num_warps"), device)
-    stages = max(1, config.int("num_stages") if "num_stages" in config else 1)
-
-    # Bytes: at the card's rate, or at that of the copies which are under way at once. The second was seen for TMA only.
-    rate = device.bandwidth * model.reached * 1e-6
-    if config.get("load") == "tma":
-        busy = max(1, min(work.programs, sms * held, work.steps))
-        rate = min(rate, busy * stages * work.step_bytes / model.latency)
-    memory = (work.steps * work.step_bytes + work.fixed_bytes) / rate
-
-    step = work.step_scores * model.score_ns * 1e-3
-    if config.get("operand_order") == "qk":
-        step *= model.heads_as_rows
-    if report is not None and report.spill_bytes:
-        step *= 1.5  # not fitted: no trial spilled
-    # Programs that are all resident divide the steps evenly, but not the SMs.
-    uneven = -(-work.programs // sms) * sms / work.programs if work.programs <= sms * held else 1.0
-    issue = max(work.steps / sms * uneven, work.longest) * step
-    chain = (work.longest - 1) * max(step, model.latency / stages)
-
-    waves = max(0.0, work.programs / (sms * held) - 1.0)
-    starting = waves * held * model.program
-    overlapped = math.pow(memory**3 + issue**3 + chain**3, 1 / 3)
-    return model.start + work.scanned * model.scan + starting + overlapped
+    Raises:
+        CostModelError: the user's cost model is none.
+    """
+    model = model or load()
+    of = facts(op.work(problem, config, profile, length), config.int("num_warps"), report, device)
+    return float(launch_us(of, model.constants) * model.factor(problem, config))

@@ -80,18 +80,28 @@ class Work:
         steps: all steps of all programs.
         longest: steps of the busiest program.
         step_bytes: bytes that a step loads.
-        step_scores: products of a step, tokens times heads.
+        instructions: that a warp issues for a step, about.
         scanned: lengths that every program reads before it knows its share.
         fixed_bytes: bytes besides those of the steps.
+        trips: round trips to memory of a step, one after another.
+        ahead: steps whose bytes are under way while one is worked on.
+        first_trips: round trips to the first step's bytes, such as a length, an index and the bytes that it names.
+        later: kernels behind the first: 1 for each that starts as the one before ends, less where its start is hidden.
+        later_programs: of those kernels.
     """
 
     programs: int
     steps: int
     longest: int
     step_bytes: int
-    step_scores: int
+    instructions: float
     scanned: int
     fixed_bytes: int
+    trips: int = 1
+    ahead: int = 0
+    first_trips: int = 1
+    later: float = 0.0
+    later_programs: int = 0
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ def test_the_wheel_holds_what_git_holds(tmp_path: Path) -> None:
 
     code = (
         "import dsv4tune; from dsv4tune.codegen import devices, ops; from dsv4tune.codegen.render import render\n"
-        "from dsv4tune.tuned.selector import shipped\n"
+        "from dsv4tune.tuned.selector import shipped; from dsv4tune.codegen import cost; assert cost.load().sources\n"
         "op, card = ops.get('indexer'), devices.DEVICES['h200']; problem = op.problem(1, card.silicon)\n"
         "assert 'site' in dsv4tune.__file__ and shipped() and render(op, problem, op.default(problem, card)).text\n"
     )

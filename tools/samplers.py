@@ -188,7 +188,7 @@ def _tpe(seed: int) -> BaseSampler:
 
 def _gp(seed: int) -> BaseSampler:
     try:
-        import scipy  # type: ignore[import-untyped]  # noqa: F401
+        import scipy  # noqa: F401
     except ImportError:
         raise ValueError("sampler 'gp' needs SciPy: pip install scipy, or leave --sampler out") from None
     return optuna.samplers.GPSampler(seed=seed)

@@ -78,7 +78,7 @@ def tune(request: Request, say: Say, watch: Watcher | None = None) -> list[dict[
     """Search every problem of the request; one result each, in order.
 
     Raises:
-        ValueError: a problem that the kernel does not serve.
+        ValueError: a problem that the kernel does not serve, or a file that is no cost model.
         StoreError: the database can't be written.
         OSError: the cache folder can't be written.
     """
@@ -93,8 +93,10 @@ def tune(request: Request, say: Say, watch: Watcher | None = None) -> list[dict[
     for note in store.notes:
         say(note)
     card = f"{request.device.name} ({request.device.silicon.target})"
-    fitted = f"no such GPU here (the cost model was fitted on {cost.MODEL.fitted_on})"
-    say(f"measuring on {card}" if request.on_gpu else f"predicting for {card}: {fitted}")
+    if request.on_gpu:
+        say(f"measuring on {card}")
+    else:
+        say(f"predicting for {card}: no such GPU here (the cost model was {cost.load().says(request.device)})")
     pools = request.site.pools(request.jobs, request.device, request.on_gpu, say)
     deadline = None if request.budget_s is None else time.monotonic() + request.budget_s
     results = []

@@ -290,9 +290,13 @@ class Indexer(Op[IndexerProblem, IndexerCall]):
             steps=total,
             longest=longest,
             step_bytes=block_t // problem.page_size * problem.page_bytes,
-            step_scores=block_t * problem.heads,
+            instructions=_instructions(problem, config),
             scanned=scanned,
             fixed_bytes=problem.rows * problem.heads * (problem.head_dim + 4) + int(rows.sum()) * 4,
+            ahead=config.int("num_stages") - 1,
+            # A length, a page id and its keys; Gluon asks for the first two at once, a scan's programs for all lengths
+            # and then their own.
+            first_trips=2 if config["dialect"] == "gluon" else 4 if schedule in ("persistent", "hybrid") else 3,
         )
 
     def bind(
@@ -449,6 +453,18 @@ def refuse(problem: IndexerProblem, device: Device, config: Config) -> Refusal:
     if per_sm * (need + KB) > device.sm_shared_bytes:
         return f"{per_sm} programs of about {need} B don't fit the {device.sm_shared_bytes} B of an SM"
     return None
+
+
+def _instructions(problem: IndexerProblem, config: Config) -> float:
+    """That a warp issues for a step, about, as counted in the PTX of some variants."""
+    threads = 32 * config.int("num_warps")
+    tokens = config.int("block_t")
+    # A maximum, a product and a sum for each score; with heads as rows the sum goes across lanes and warps: on an H200
+    # that took 2.2 times as long.
+    scores = 3 * tokens * problem.heads / threads * (2.2 if config["operand_order"] == "qk" else 1.0)
+    # An address, a mask, a load and a store for 16 bytes that are gathered.
+    gathered = 4 * tokens * problem.head_dim / 16 / threads if config["load"] == "pointer" else 0.0
+    return 120 + scores + gathered
 
 
 def _prompt(config: Config) -> bool:

@@ -251,7 +251,7 @@ class MlaDecode(Op[MlaDecodeProblem, MlaDecodeCall]):
         return Plan((kernel, combine), (partial, Buffer("partial_lse", (rows, splits, heads), "float32")))
 
     def work(self, problem: MlaDecodeProblem, config: Config, profile: Profile, length: int) -> Work:
-        block_t, block_h, splits = config.int("block_t"), config.int("heads_per_program"), config.int("splits")
+        block_t, splits = config.int("block_t"), config.int("splits")
         shape = self.shape(problem, profile, length)
         window = -(-problem.width // block_t) if problem.extra_width else 0
         of_rows = [window + -(-live // block_t) for live in shape.live]
@@ -263,10 +263,16 @@ class MlaDecode(Op[MlaDecodeProblem, MlaDecodeCall]):
             steps=sum(of_rows) * share,
             longest=-(-max(of_rows) // splits),
             step_bytes=block_t * (TOKEN_BYTES + 4),
-            # Of 128 dims, as the model counts them: 512 as keys and as many as values.
-            step_scores=block_t * block_h * 2 * HEAD_DIM // 128,
+            instructions=_instructions(config),
             scanned=0,
             fixed_bytes=4 * values + partial,
+            # Keys gathered by Triton pass through registers chunk by chunk, and only some of the 8 chunks' loads go out
+            # together: it depends on the registers that are left.
+            trips=4 if config["dialect"] == "triton" and config["load"] == "pointer" else 1,
+            ahead=_ahead(config),
+            first_trips=3,  # a length, slots, keys
+            later=_LATER[str(config["pdl"])] if splits > 1 else 0.0,
+            later_programs=combine_programs(problem, config) if splits > 1 else 0,
         )
 
     def bind(
@@ -416,6 +422,31 @@ def combine_shape(config: Config) -> tuple[int, int]:
 def combine_programs(problem: MlaDecodeProblem, config: Config) -> int:
     heads, dims = combine_shape(config)
     return problem.rows * -(-problem.heads // heads) * (HEAD_DIM // dims)
+
+
+#: What `combine` adds to a launch, of a kernel that starts when the one before has ended.
+_LATER = {"off": 1.0, "late": 1.0, "early": 0.8}
+
+
+def _instructions(config: Config) -> float:
+    """That a warp issues for a step, about, as counted in the PTX of some variants.
+
+    To load, convert, scale and store the 512 values of a token, which Gluon packs by four; for the products; and for
+    addresses and scores besides.
+    """
+    tokens, warps = config.int("block_t"), config.int("num_warps")
+    values = tokens * HEAD_DIM / (32 * warps) * (3 if config["dialect"] == "gluon" else 5)
+    # Two products of 512 dims by MMAs of 16 x 8 x 16, each of which counts as two instructions.
+    products = 2 * tokens * config.int("heads_per_program") * 2 * HEAD_DIM / (16 * 8 * 16) / warps
+    # Converted late, keys are converted for each of the two products.
+    return (350 + values + products) * (1.6 if config["convert"] == "late" else 1.0)
+
+
+def _ahead(config: Config) -> int:
+    """Tiles whose keys are under way while one is worked on."""
+    if config["load"] == "cp_async":
+        return config.int("num_stages") - 1
+    return 1 if config["dialect"] == "gluon" else 0
 
 
 def even_splits(most: int) -> list[int]:

@@ -91,7 +91,9 @@ class RowSum(Op[RowSumProblem, RowSumCall]):
     def work(self, problem: RowSumProblem, config: Config, profile: Profile, length: int) -> Work:
         block_t = config.int("block_t")
         tiles = -(-length // block_t)
-        return Work(problem.rows, problem.rows * tiles, tiles, 4 * block_t, block_t, 0, 8 * problem.rows)
+        # An address, a mask, a load and a sum for each of a thread's values.
+        instructions = 20 + 4 * block_t / (32 * config.int("num_warps"))
+        return Work(problem.rows, problem.rows * tiles, tiles, 4 * block_t, instructions, 0, 8 * problem.rows)
 
     def bind(
         self, problem: RowSumProblem, config: Config, call: RowSumCall, scratch: Mapping[str, torch.Tensor]
