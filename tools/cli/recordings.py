@@ -1,4 +1,4 @@
-"""Commands around recordings of whole spaces: record, replay."""
+"""Commands around recordings of whole spaces: record, replay, fit."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from dsv4tune.tools.cli.options import (
     given_options,
     read_count,
     read_duration,
+    reading,
     say,
     targets,
 )
@@ -141,4 +142,44 @@ def replay_command(
         typer.echo(json.dumps(results[0] if len(results) == 1 else {"results": results}))
 
 
-COMMANDS = {"record": record_command, "replay": replay_command}
+def fit_command(
+    recordings: Annotated[list[Path], typer.Argument(metavar="RECORDING...", help="Files of whole spaces.")],
+    trials: Annotated[
+        list[Path] | None,
+        typer.Option("--trials-file", help="Also fit to measured trials, JSON lines; may be given again."),
+    ] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the cost model to this file.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Fit the cost model to recordings, and tell how well it ranks each one when fitted without it.
+
+    Each recording is judged by two fits, to the other recordings and to the trials of other problems too; neither has
+    seen anything of its problem. The model is then fitted to everything. DSV4TUNE_COST_MODEL names a file to use.
+
+    Exit status: 0 fitted, 2 for bad input or without scipy.
+    """
+    from dsv4tune.tuned.files import write_whole
+
+    try:
+        from dsv4tune.tools import fit
+    except ModuleNotFoundError as error:
+        fail(f"a fit needs {error.name}, which is not installed: pip install scipy")
+
+    def run() -> fit.Result:
+        searched = [times for path in trials or () for times in fit.trials(path)]
+        result = fit.fit_all([fit.recorded(path) for path in recordings], searched)
+        if output is not None:
+            write_whole(output, [json.dumps(result.model.to_json(), indent=1) + "\n"])
+        return result
+
+    result = reading(run)
+    if as_json:
+        typer.echo(json.dumps(result.to_json()))
+        return
+    for line in fit.table(result):
+        typer.echo(line)
+    if output is not None:
+        typer.echo(f"wrote {output}")
+
+
+COMMANDS = {"record": record_command, "replay": replay_command, "fit": fit_command}
