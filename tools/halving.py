@@ -35,8 +35,8 @@ class Candidate:
 
     def falls_behind(self, score: float) -> bool:
         """Whether to stop, by the score over the lengths that were measured so far."""
-        self._trial.report(score, self._stage)
         self._stage += 1
+        self._trial.report(score, self._stage)
         return self._trial.should_prune()
 
     def ends(self, score: float) -> None:

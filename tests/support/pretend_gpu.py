@@ -4,7 +4,7 @@ Triton's interpreter. Times are made up; everything else is real."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -62,16 +62,17 @@ class _Reference(Peer):
 
 
 @contextlib.contextmanager
-def gpu() -> Iterator[None]:
+def gpu() -> Iterator[Any]:
+    """Its clock moves by `step` milliseconds from one event to the next."""
     nothing = SimpleNamespace(wait_stream=lambda other: None)
-    clock = SimpleNamespace(now=0.0)
+    clock = SimpleNamespace(now=0.0, step=0.25)
 
     class Event:
         def __init__(self, enable_timing: bool) -> None:
             self.at = 0.0
 
         def record(self) -> None:
-            clock.now += 0.25
+            clock.now += clock.step
             self.at = clock.now
 
         def elapsed_time(self, end: Event) -> float:
@@ -103,7 +104,7 @@ def gpu() -> Iterator[None]:
         stack.enter_context(patch.object(timing, "FEWEST_LAUNCHES", 2))
         stack.enter_context(patch.object(bench, "copy_gb_per_s", lambda: 1000.0))
         stack.enter_context(_OnCpu())
-        yield
+        yield clock
 
 
 def measured(rows: int, config: Config) -> tuple[PeerTimes, Measured, Timed]:
@@ -117,6 +118,20 @@ def measured(rows: int, config: Config) -> tuple[PeerTimes, Measured, Timed]:
         rounds = measure.rounds_job(setup, config, "deep_gemm")
     assert isinstance(candidate, Measured) and isinstance(rounds, Timed)
     return peer, candidate, rounds
+
+
+def raced(rows: int, configs: Sequence[Config]) -> tuple[list[Timed], tuple[dict[Config, Any], Any]]:
+    """Candidates of which each is slower than the one before, with halving; then a final of all of them."""
+    problem = ops.get("indexer").problem(rows, CARD.silicon)
+    setup = Setup(problem, Profile(320, (64, 320), (1.0, 1.0)), CARD, 0)
+    found = []
+    with gpu() as clock, patch.object(timing, "WARM_S", 0.0):
+        for number, config in enumerate(configs, 1):
+            clock.step = 0.25 * number
+            timed = measure.rounds_job(setup, config, None, halving=True)
+            assert isinstance(timed, Timed)
+            found.append(timed)
+        return found, measure.final_job(setup, configs, "deep_gemm", 5)
 
 
 def rounds_job(setup: Setup, config: Config, baseline: str | None) -> Timed | Last:

@@ -45,6 +45,20 @@ def test_a_candidate_is_checked_and_timed_in_turn_with_the_baseline(indexer: Ind
     assert rounds.us == rounds.baseline_us == {length: [125.0] * ROUNDS for length in (64, 320)}
 
 
+def test_who_is_far_behind_stops_early_and_a_final_times_all_in_turn(indexer: Indexer, pool: Pool) -> None:
+    card = DEVICES["rtx-pro-6000"]
+    problem = indexer.problem(3, card.silicon)
+    configs = [indexer.default(problem, card), indexer.reference_config(problem, card)]
+    answer = pool.ask(pretend_gpu.raced, 3, configs)
+    assert answer.kind == "ok", answer
+    (first, second), (times, beside) = answer.value
+    assert first.us == {64: [125.0] * ROUNDS, 320: [125.0] * ROUNDS} and not first.pruned
+    assert second.us == {64: [250.0] * 3} and second.pruned == f"behind after 3 of {2 * ROUNDS} rounds"
+    assert second.verdict.ok and second.measured().pruned
+    assert list(times) == configs and all(set(one) == {64, 320} == set(beside) for one in times.values())
+    assert all(len(rounds) == 5 for one in [*times.values(), beside] for rounds in one.values())
+
+
 def test_a_time_is_the_median_of_its_rounds() -> None:
     rounds = Timed(Verdict(1e-7), {64: [4.0, 2.0, 3.0], 128: [5.0, 5.0, 5.0]}, {64: [6.0, 9.0, 7.0]}, ("hot",))
     measured = rounds.measured()
