@@ -206,7 +206,7 @@ def test_search_without_a_gpu_end_to_end(db: Path) -> None:
     result = json.loads(out)
     assert result["status"] == "complete" and result["baseline"] is None and result["db"] == str(db)
     assert result["problem"]["range"]["lengths"] == [128, 2048, 32768, 262_208]
-    assert list(result["trials"]) == ["total", "ok", "refused", "wrong", "unchecked", "failed", "timeout"]
+    assert list(result["trials"]) == ["total", "ok", "pruned", "refused", "wrong", "unchecked", "failed", "timeout"]
     assert result["trials"]["total"] == result["trials"]["ok"] == 6
     best = result["best"]
     assert best["provenance"] == "predicted" and best["checked_by"] == "interpreter" and best["error"] < 1e-5
