@@ -23,6 +23,7 @@ from dsv4tune.tools.evaluate import Evaluation, Pools, default_jobs
 from dsv4tune.tools.executor import collect
 from dsv4tune.tools.gpu import Card
 from dsv4tune.tools.measure import Setup, compile_job, session_job
+from dsv4tune.tools.samplers import Grid
 from dsv4tune.tools.search import Proposer, search
 from dsv4tune.tuned.records import Trial
 
@@ -54,7 +55,7 @@ def measure(setup: Setup, configs: list[Config], cards: list[Card]) -> dict[str,
         ready = time.monotonic()
         space = ops.get(setup.problem.op).space(setup.problem, setup.device)
         evaluation = Evaluation(setup, pools, None)
-        search(Proposer(space, "grid", 0, configs), evaluation, trials.append, len(configs), None)
+        search(Proposer(space, Grid(), configs), evaluation, trials.append, len(configs), None)
         took = time.monotonic() - ready
     finally:
         pools.close()

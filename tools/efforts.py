@@ -13,6 +13,7 @@ class Effort:
         trials: candidates of a problem, those of earlier runs included.
         patience: candidates in a row without a better one after which the search ends; None for never.
         halving: whether a candidate that is far behind is not measured to the end.
+        references: whether the design that the project starts from is tried, and kernels that no server runs are timed.
         finalists: candidates of the final.
         rounds: of each finalist and length there.
     """
@@ -20,14 +21,15 @@ class Effort:
     trials: int
     patience: int | None
     halving: bool
+    references: bool
     finalists: int
     rounds: int
 
 
 EFFORTS = {
-    "quick": Effort(trials=24, patience=12, halving=True, finalists=2, rounds=9),
-    "normal": Effort(trials=64, patience=32, halving=True, finalists=4, rounds=27),
-    "full": Effort(trials=400, patience=120, halving=False, finalists=8, rounds=45),
+    "quick": Effort(trials=24, patience=12, halving=True, references=False, finalists=2, rounds=9),
+    "normal": Effort(trials=64, patience=32, halving=True, references=True, finalists=4, rounds=27),
+    "full": Effort(trials=400, patience=120, halving=False, references=True, finalists=8, rounds=45),
 }
 
 

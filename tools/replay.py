@@ -176,7 +176,9 @@ class Replay:
     def search(self, sampler: str, effort: Effort, seed: int, in_flight: int) -> Searched:
         """A whole search as `dsv4tune search` has it: the default first, halving, patience and the final."""
         header = self.recording.header
-        first = [design(header.problem, header.device) for design in (self.op.default, self.op.reference_config)]
+        first = [self.op.default(header.problem, header.device)]
+        if effort.references:
+            first.append(self.op.reference_config(header.problem, header.device))
         evaluator = Replayed(self.recording, seed, in_flight, effort.halving)
         patience = Patience(effort.patience)
         found: dict[Config, float] = {}

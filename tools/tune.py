@@ -185,18 +185,25 @@ def _tune_one(
         if request.on_gpu:
             watch.phase("timing the server's own kernel")
             setup = fitting(op, setup, pools, say)
-            baseline, references = timed_baseline(setup, pools, say)
+            others = peers.REFERENCES if request.effort.references else ()
+            baseline, references = timed_baseline(setup, pools, say, others)
         evaluation = Evaluation(setup, pools, baseline, request.effort.halving)
         space = op.space(problem, request.device)
-        first = [op.default(problem, request.device), op.reference_config(problem, request.device)]
+        first = [op.default(problem, request.device)]
+        # What is best for a few rows more or less is seldom far off, and then serves the rows between too.
+        first += [Config(near.config) for near in store.neighbours(problem.to_json())]
+        if request.effort.references:
+            first.append(op.reference_config(problem, request.device))
         # Without a GPU no trial is spent on what can't be checked here, and so can't win.
         avoid = (lambda config: None) if request.on_gpu else op.unchecked
         sampler = samplers.make(request.sampler, space, request.seed, expected(setup))
         proposer = Proposer(space, sampler, first, avoid)
         stored = [trial for trial in store.trials(problem.key) if _repeats(trial, evaluation, op, problem)]
+        patience = Patience(request.effort.patience)
         for trial in stored:
             evaluation.knows(trial)
             proposer.learn(Config(trial.config), usable_score(trial))
+            patience.saw(trial)
         known = len({Config(trial.config) for trial in stored})
         left_out = sum(avoid(config) is not None for config in space.valid())
         note = f", {left_out} of them left out because only their GPU can check them" if left_out else ""
@@ -207,8 +214,6 @@ def _tune_one(
         name = f"{problem.op}, {problem.rows} rows"
         shown = Shown(name, trials, known, deadline, pools.under_way, store.best(problem.key, over))
         watch.begin(shown)
-
-        patience = Patience(request.effort.patience)
 
         def finished(trial: Trial) -> None:
             store.add(trial)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from dsv4tune.tuned.database import StoreError as StoreError
 from dsv4tune.tuned.database import open_for_reading, open_for_writing
-from dsv4tune.tuned.reader import BEST_RANK, UNREADABLE
+from dsv4tune.tuned.reader import BEST_RANK, NEAREST, UNREADABLE, USABLE
 from dsv4tune.tuned.reader import default_path as default_path
 from dsv4tune.tuned.records import Entry, Range, Trial, Tried, triton_version
 
@@ -251,6 +251,17 @@ class Store:
     def best_of(self, keys: Sequence[str]) -> dict[str, Trial]:
         """`best` of each of these problems that has one, in one query."""
         return dict(self._best(keys))
+
+    def neighbours(self, problem: Mapping[str, Any]) -> list[Trial]:
+        """What to go by at the nearest row counts below and above, of problems that differ in nothing else."""
+        family = _text({name: value for name, value in problem.items() if name != "rows"})
+        found = []
+        for beyond, order in (("< :rows", "desc"), ("> :rows", "asc")):
+            query = NEAREST.format(family="p.family", beyond=beyond, usable=USABLE[True], order=order)
+            for row in self._rows(query, {"family": family, "rows": problem["rows"]}):
+                (key,) = self._rows("select key from problem where family = ? and rows = ?", [family, row["rows"]])
+                found.append(self.best(key["key"]))
+        return [trial for trial in found if trial is not None]
 
     def winners(self, only: Filter = EVERYTHING) -> Iterator[tuple[str, Trial | None]]:
         """Each problem's key and `best`, by key."""

@@ -198,6 +198,17 @@ def test_every_command_and_option_is_explained() -> None:
 
 
 @pytest.mark.slow
+def test_a_search_starts_with_what_was_best_for_other_rows(db: Path) -> None:
+    config = make_trial().config | {"schedule": "split", "splits": 16, "programs_per_sm": 0}
+    store = Store(db)
+    store.add(make_trial(Config(config), rows=48))
+    store.close()
+    result = run(*SEARCH, "--trials", 3, "--lengths", "128", "--db", db, "--json")
+    assert result.exit_code == 0, result.stderr
+    tried = [trial.config for trial in Store(db).trials() if trial.problem["rows"] == 64]
+    assert len(tried) == 3 and config in tried
+
+
 def test_search_without_a_gpu_end_to_end(db: Path) -> None:
     done = process(*SEARCH, "--trials", 6, "--seed", 0, "--db", db, "--json")
     out, err = done.communicate(timeout=300)

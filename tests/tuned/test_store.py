@@ -434,6 +434,21 @@ def test_the_winners_are_the_best_of_each(path: Path) -> None:
         assert (winner is None) == (not of_this) and (winner is None or place(winner) == min(of_this))
 
 
+def test_neighbours_are_the_nearest_rows_of_the_same_problem(path: Path) -> None:
+    store = Store(path)
+    for rows, score in ((1, 0.9), (8, 0.8), (8, 0.7), (32, 0.6), (64, 0.5), (16, 0.1)):
+        store.add(make_trial(rows=rows, score=score))
+    store.add(make_trial(rows=12, device="h200"))
+    store.add(make_trial(rows=24, status="wrong", score=None))
+
+    def near(rows: int) -> list[tuple[int, float | None]]:
+        return [(t.problem["rows"], t.score) for t in store.neighbours(make_trial(rows=rows).problem)]
+
+    assert near(16) == [(8, 0.7), (32, 0.6)]
+    assert near(20) == [(16, 0.1), (32, 0.6)] and near(1) == [(8, 0.7)] and near(512) == [(64, 0.5)]
+    store.close()
+
+
 def test_a_later_final_takes_the_place_of_an_earlier_one(path: Path) -> None:
     """What was timed alone may have had luck: it does not stand before what a final went by; the last final counts."""
     store = Store(path)
