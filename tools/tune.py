@@ -189,15 +189,10 @@ def _tune_one(
             baseline, references = timed_baseline(setup, pools, say, others)
         evaluation = Evaluation(setup, pools, baseline, request.effort.halving)
         space = op.space(problem, request.device)
-        first = [op.default(problem, request.device)]
-        # What is best for a few rows more or less is seldom far off, and then serves the rows between too.
-        first += [Config(near.config) for near in store.neighbours(problem.to_json())]
-        if request.effort.references:
-            first.append(op.reference_config(problem, request.device))
         # Without a GPU no trial is spent on what can't be checked here, and so can't win.
         avoid = (lambda config: None) if request.on_gpu else op.unchecked
         sampler = samplers.make(request.sampler, space, request.seed, expected(setup))
-        proposer = Proposer(space, sampler, first, avoid)
+        proposer = Proposer(space, sampler, _first(op, problem, store, request), avoid)
         stored = [trial for trial in store.trials(problem.key) if _repeats(trial, evaluation, op, problem)]
         patience = Patience(request.effort.patience)
         for trial in stored:
@@ -239,6 +234,16 @@ def _tune_one(
     finally:
         watch.end()
     return _result(op, problem, setup.profile, store, result, baseline, references, time.monotonic() - started)
+
+
+def _first(op: Op[Any, Any], problem: Problem, store: Store, request: Request) -> list[Config]:
+    """What is tried before the sampler has its say."""
+    first = [op.default(problem, request.device)]
+    # What is best for a few rows more or less is seldom far off, and then serves the rows between too.
+    first += [Config(near.config) for near in store.neighbours(problem.to_json())]
+    if request.effort.references:
+        first.append(op.reference_config(problem, request.device))
+    return first
 
 
 def _repeats(trial: Trial, evaluation: Evaluation, op: Op[Any, Any], problem: Problem) -> bool:
