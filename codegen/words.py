@@ -1,4 +1,4 @@
-"""What is said of a word that nobody knows: the nearest known one, and all of them."""
+"""Words of messages: what is said of one that nobody knows, and of a count of things."""
 
 from __future__ import annotations
 
@@ -12,3 +12,8 @@ def unknown(what: str, word: str, known: Iterable[str]) -> ValueError:
     near = difflib.get_close_matches(word.lower(), words, n=1)
     hint = f"did you mean '{near[0]}'? Known are" if near else "use one of"
     return ValueError(f"unknown {what} '{word}': {hint} {', '.join(words)}")
+
+
+def counted(number: int, one: str, several: str = "") -> str:
+    """``1 entry``, ``2 entries``."""
+    return f"{number} {one if number == 1 else several or one + 's'}"

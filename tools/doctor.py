@@ -14,6 +14,7 @@ from dsv4tune.codegen import devices, ops
 from dsv4tune.codegen.compile import Report, first_line, ptxas_version
 from dsv4tune.codegen.devices import Device
 from dsv4tune.codegen.render import cache_folder, try_writing
+from dsv4tune.codegen.words import counted
 from dsv4tune.runtime import compilers, switches, targets
 from dsv4tune.runtime.compilers import Job
 from dsv4tune.runtime.wanted import Server
@@ -162,7 +163,8 @@ def _sglang(card: Device | None) -> Iterator[Finding]:
     try:
         version = metadata.version("sglang")
     except metadata.PackageNotFoundError:
-        yield Finding("SGLang", "note", "not in this environment: nothing is served from here")
+        text = "not in this environment: nothing is served from here, and a search can't time beside its kernels"
+        yield Finding("SGLang", "note", text, "on the machine that serves: pip install this clone where SGLang is")
         return
     known = version in TRIED
     text = version if known else f"{version}, not one of those that were tried ({', '.join(TRIED)})"
@@ -204,7 +206,7 @@ def _database(named: Path | None) -> Finding:
         return Finding(
             "database", "broken", str(error), "a search sets a damaged file aside; or name another with --db"
         )
-    return Finding("database", "ok", f"{path}: {len(keys)} problems, {trials} trials")
+    return Finding("database", "ok", f"{path}: {counted(len(keys), 'problem')}, {counted(trials, 'trial')}")
 
 
 # -- what was tuned ---------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from dsv4tune.runtime import compilers, startup, targets
 from dsv4tune.runtime.compilers import Job
 from dsv4tune.runtime.wanted import Server, Wanted
 from dsv4tune.tuned.reader import default_path
-from dsv4tune.tuned.selector import Decision, Policy
+from dsv4tune.tuned.selector import Decision, Policy, Refused
 
 Say = Callable[[str], None]
 
@@ -88,10 +88,19 @@ def explain(request: Request, say: Say) -> list[dict[str, Any]]:
                 "width": wanted.width,
                 "chosen": chosen,
                 "why": decision.why,
-                "refused": [str(refused) for refused in decision.considered],
+                "refused": _folded(decision.considered),
             }
         )
     return found
+
+
+def _folded(refused: Sequence[Refused]) -> list[str]:
+    """A line for the first entry of each file, row count and reason: a search leaves hundreds behind."""
+    alike: dict[tuple[Any, ...], list[Refused]] = {}
+    for one in refused:
+        entry = one.found.entry
+        alike.setdefault((one.found.origin, entry.problem["rows"], entry.provenance, one.reason), []).append(one)
+    return [f"{some[0]}{f'; {len(some) - 1} more like it' if some[1:] else ''}" for some in alike.values()]
 
 
 def warm(request: Request, jobs: int, say: Say) -> dict[str, Any]:

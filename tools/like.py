@@ -68,6 +68,7 @@ class Start:
         topk: entries that the indexer selects.
         ratios: compression ratios of the model's layers.
         read_by: who read the command.
+        assumed: whether the model is taken for DeepSeek-V4-Flash, because its files are not here.
     """
 
     attention_ranks: int
@@ -78,6 +79,7 @@ class Start:
     topk: int
     ratios: tuple[int, ...]
     read_by: str
+    assumed: bool = False
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -111,9 +113,10 @@ class Start:
 
     def __str__(self) -> str:
         drafts = f", {self.draft_tokens} draft tokens" if self.draft_tokens else ""
+        model = "; the model is not on this machine: taken for DeepSeek-V4-Flash" if self.assumed else ""
         return (
             f"{self.attention_ranks} ranks share the heads, context {self.context}{drafts}, "
-            f"{len(self.batches)} captured batches up to {max(self.batches)} (read by {self.read_by})"
+            f"{len(self.batches)} captured batches up to {max(self.batches)} (read by {self.read_by}{model})"
         )
 
 
@@ -152,6 +155,7 @@ def read(command: str, card: Device, memory_gb: float | None = None) -> Start:
         topk=int(config.get("index_topk") or 512),
         ratios=tuple(dict.fromkeys(config.get("compress_ratios") or (0, 4, 128))),
         read_by=read_by,
+        assumed=not config,
     )
 
 

@@ -74,8 +74,11 @@ def choose_device(device: str | None, target: str | None, site: Site = HERE) -> 
     return wanted, False
 
 
-def tune(request: Request, say: Say, watch: Watcher | None = None) -> list[dict[str, Any]]:
-    """Search every problem of the request; one result each, in order.
+def tune(request: Request, say: Say, watch: Watcher | None = None, heading: str = "") -> list[dict[str, Any]]:
+    """Search every problem of the request; one result each, in order, those that Ctrl-C kept from beginning too.
+
+    Args:
+        heading: said once the request and its files are found to be in order.
 
     Raises:
         ValueError: a problem that the kernel does not serve, or a file that is no cost model.
@@ -84,25 +87,19 @@ def tune(request: Request, say: Say, watch: Watcher | None = None) -> list[dict[
     """
     watch = watch or Lines(say)
     op = ops.get(request.kernel)
-    options = op.options(request.options, request.max_context, request.draft_tokens)
-    problems = [op.problem(rows, request.device.silicon, **options) for rows in request.rows]
-    width = op.width(request.max_context, request.draft_tokens)
-    profiles = [_profile(op, problem, width, request) for problem in problems]
+    problems = _problems(request)
     try_writing(cache_folder(), "DSV4TUNE_CACHE")
     store = Store(request.db)
     for note in store.notes:
         say(note)
-    card = f"{request.device.name} ({request.device.silicon.target})"
-    if request.on_gpu:
-        say(f"measuring on {card}")
-    else:
-        say(f"predicting for {card}: no such GPU here (the cost model was {cost.load().says(request.device)})")
+    if heading:
+        say(heading)
     pools = request.site.pools(request.jobs, request.device, request.on_gpu, say)
     deadline = None if request.budget_s is None else time.monotonic() + request.budget_s
     results = []
     with interrupted_once():
         try:
-            for problem, profile in zip(problems, profiles, strict=True):
+            for problem, profile in problems:
                 result = _tune_one(op, problem, profile, request, store, pools, deadline, say, watch)
                 results.append(result)
                 if result["status"] == "interrupted":
@@ -110,7 +107,7 @@ def tune(request: Request, say: Say, watch: Watcher | None = None) -> list[dict[
         finally:
             pools.close()
             store.close()
-    return results
+    return [*results, *_not_begun(request, problems[len(results) :], "interrupted")]
 
 
 def tune_all(requests: Sequence[Request], watch: Watcher) -> list[dict[str, Any]]:
@@ -118,12 +115,44 @@ def tune_all(requests: Sequence[Request], watch: Watcher) -> list[dict[str, Any]
     started = time.monotonic()
     budget = requests[0].budget_s
     results: list[dict[str, Any]] = []
-    for request in requests:
-        left = None if budget is None else max(0.0, budget - (time.monotonic() - started))
-        results += tune(replace(request, budget_s=left), watch.say, watch)
-        if results[-1]["status"] == "interrupted":
-            break
+    problems = [_problems(request) for request in requests]
+    heading = _heading(requests[0], sum(len(of_one) for of_one in problems))
+    for request, of_one in zip(requests, problems, strict=True):
+        left = None if budget is None else budget - (time.monotonic() - started)
+        if results and results[-1]["status"] == "interrupted":
+            results += _not_begun(request, of_one, "interrupted")
+        elif results and left is not None and left <= 0:
+            results += _not_begun(request, of_one, "budget")
+        else:
+            results += tune(replace(request, budget_s=left), watch.say, watch, "" if results else heading)
     return results
+
+
+def _heading(request: Request, problems: int) -> str:
+    card = f"{request.device.name} ({request.device.silicon.target})"
+    how = f"measuring on {card}"
+    if not request.on_gpu:
+        how = f"predicting for {card}: no such GPU here (the cost model was {cost.load().says(request.device)})"
+    return how if problems == 1 else f"{how}; {problems} problems, one after another"
+
+
+def _problems(request: Request) -> list[tuple[Problem, Profile]]:
+    op = ops.get(request.kernel)
+    options = op.options(request.options, request.max_context, request.draft_tokens)
+    problems = [op.problem(rows, request.device.silicon, **options) for rows in request.rows]
+    width = op.width(request.max_context, request.draft_tokens)
+    return [(problem, _profile(op, problem, width, request)) for problem in problems]
+
+
+def _not_begun(request: Request, problems: Sequence[tuple[Problem, Profile]], status: str) -> list[dict[str, Any]]:
+    """Results of problems that a search did not come to: what earlier runs found."""
+    if not problems:
+        return []
+    op, store = ops.get(request.kernel), Store(request.db)
+    try:
+        return [_result(op, p, profile, store, Result(status=status), None, {}, 0.0) for p, profile in problems]
+    finally:
+        store.close()
 
 
 @contextlib.contextmanager
@@ -204,7 +233,8 @@ def _tune_one(
         note = f", {left_out} of them left out because only their GPU can check them" if left_out else ""
         refused = f"{len(space.valid())} valid configs of {space.size} combinations{note}"
         trials = request.effort.trials
-        say(f"{problem.key}: {known} of {trials} trials stored; {refused}")
+        have = f"{known} of {trials}" if known <= trials else f"{known} (of {trials} asked for)"
+        say(f"{problem.key}: {have} trials stored; {refused}")
         over = Range(**setup.profile.to_json())
         name = f"{problem.op}, {problem.rows} rows"
         shown = Shown(name, trials, known, deadline, pools.under_way, store.best(problem.key, over))
@@ -226,6 +256,11 @@ def _tune_one(
             patience.is_lost,
         )
         evaluation.close()
+        if patience.is_lost() and known + result.tried < trials:
+            say(
+                f"ended: nothing better by {Patience.STEP:.0%} in the last {request.effort.patience} candidates; "
+                f"--trials {trials} tries on"
+            )
         if request.on_gpu and result.status != "interrupted":
             watch.phase("timing the best ones again, in turn")
             final.hold(evaluation, space, store, stored, request.effort, say)

@@ -103,6 +103,8 @@ class _File:
         version: int | None = None
         newest_field, seen = 1, set()
         self._take("{")
+        if self._next() == "}":
+            self._refuse("", "a file has schema_version and entries, and this one is empty")
         while True:
             key = self._value("")
             if key not in ("schema_version", "entries"):
@@ -204,10 +206,10 @@ class _File:
         raise FileRefused(f"{self.name}: {path}{': ' if path else ''}{reason}")
 
 
-def _shown(value: object) -> str:
+def _shown(value: object, most: int = 60) -> str:
     """A foreign value in a message: short, on one line, without control characters."""
     text = str(value) if isinstance(value, str) else repr(value)
-    return "".join(c if c.isprintable() else "?" for c in text[:60]) + ("..." if len(text) > 60 else "")
+    return "".join(c if c.isprintable() else "?" for c in text[:most]) + ("..." if len(text) > most else "")
 
 
 # -- where files lie --------------------------------------------------------------------------------------------
@@ -302,7 +304,8 @@ def file_system(url: str) -> tuple[Any, str]:
         system, path = fsspec.core.url_to_fs(url)
         return system, str(path)
     except Exception as error:  # every file system has its own
-        raise FileRefused(f"can't open {_shown(url)} ({_line(error)})") from error
+        missing = _line(error, 200) if isinstance(error, ImportError) else _line(error)
+        raise FileRefused(f"can't open {_shown(url)} ({missing})") from error
 
 
 def _from_url(url: str) -> Iterator[tuple[str, IO[bytes]]]:
@@ -325,9 +328,9 @@ def _from_url(url: str) -> Iterator[tuple[str, IO[bytes]]]:
         raise FileRefused(f"can't read {_shown(url)} ({_line(error)})") from error
 
 
-def _line(error: BaseException) -> str:
+def _line(error: BaseException, most: int = 60) -> str:
     lines = str(error).strip().splitlines()
-    return _shown(lines[0]) if lines else type(error).__name__
+    return _shown(lines[0], most) if lines else type(error).__name__
 
 
 # -- writing ----------------------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ def filled(db: Path) -> Path:
         ({"--device": "rtx-9999"}, "unknown device 'rtx-9999': did you mean 'rtx-5090'? Known are rtx-pro-6000"),
         ({"--device": "h200"}, "device 'h200' is sm_90, not sm_120"),
         ({"--trials": "0"}, "--trials must be at least 1, not 0"),
-        ({"--rows": "0"}, "--rows takes whole numbers above 0"),
+        ({"--rows": "0"}, "--rows takes whole numbers above 0, such as 64 or 1,16,64, not '0'"),
         ({"--rows": "many"}, "--rows takes whole numbers above 0"),
         ({"--context": "1G"}, "--context takes whole numbers above 0"),
         ({"--budget": "10x"}, "--budget takes a time such as 90s"),
@@ -140,7 +140,8 @@ def test_show_tells_how_the_final_went(db: Path) -> None:
 def test_export_is_the_same_for_the_same_database(filled: Path, tmp_path: Path) -> None:
     files = [tmp_path / "a.json", tmp_path / "b.json"]
     for file in files:
-        assert run("export", "--db", filled, "-o", file).exit_code == 0
+        result = run("export", "--db", filled, "-o", file)
+        assert result.exit_code == 0 and result.stderr == f"wrote {file}: 2 entries\n"
     assert files[0].read_bytes() == files[1].read_bytes()
     assert run("export", "--db", filled).stdout == files[0].read_text()
     catalogue = Catalogue.model_validate_json(files[0].read_text())
@@ -192,6 +193,11 @@ def test_every_command_and_option_is_explained() -> None:
         result = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"})
         assert result.exit_code == 0 and "Exit status:" in result.stdout, command
     assert run("--version").stdout.startswith("dsv4tune ")
+
+
+def test_the_list_of_commands_cuts_no_sentence_off() -> None:
+    listed = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "80"}).stdout.partition("Commands:")[2]
+    assert listed.count("\n  ") == len(app.registered_commands) and "..." not in listed
 
 
 # -- the real thing, without a GPU ------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import cast
 
 import pytest
 import serving
@@ -46,6 +47,17 @@ def test_why_not(tmp_path: Path) -> None:
     (found,) = results(*arguments)
     assert found["chosen"] is None and "not faster than tilelang" in str(found["why"])
     assert "refused: " in run("explain", *arguments) and "the server's own kernel stays" in run("explain", *arguments)
+
+
+def test_entries_refused_for_one_reason_are_one_line(tmp_path: Path) -> None:
+    db = tmp_path / "tuned.db"
+    for splits in (1, 2, 4):
+        config = {**serving.config_of("indexer", serving.ROWS), "splits": splits}
+        serving.write_entry(db, score=1.2, config=config)
+    arguments = ["--rows", str(serving.ROWS), "--kernel", "indexer", "--device", "rtx-pro-6000", "--db", str(db)]
+    (found,) = results(*arguments)
+    (line,) = [line for line in cast("list[str]", found["refused"]) if line.startswith(str(db))]
+    assert line.endswith("; 2 more like it")
 
 
 @pytest.mark.parametrize(

@@ -155,6 +155,7 @@ def test_a_search_tunes_what_the_server_captures(monkeypatch: pytest.MonkeyPatch
     command = f"{START} --tp 8 --context-length 131072 --max-running-requests 16"
     result = CliRunner().invoke(app, ["search", *options, command])
     assert "like: 8 ranks share the heads, context 131072, 6 captured batches up to 16" in result.stderr
+    assert "the model is not on this machine: taken for DeepSeek-V4-Flash" in result.stderr
     assert [(r.kernel, r.options) for r in asked] == [
         ("indexer", {}),
         *(("mla_decode", {"heads": 8, "cache": cache}) for cache in ("none", "c4", "c128")),

@@ -87,13 +87,15 @@ def test_predictions_are_called_so(tmp_path: Path) -> None:
     text = text_of(tmp_path / "report.html")
     assert "predicted 1.500 of byte floor" in text and "predicted only: the server's own kernel stays" in text
     assert "indexer: 0 of 52 covered" in text
+    # Nothing is drawn where no time before is known, so no bars are spoken of.
+    assert "not measured yet" in text and "there is no time before" in text and "pair of bars" not in text
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         (["--db", "/nowhere/tuned.db"], "no database at /nowhere/tuned.db: run a search first"),
-        (["--bench", "/nowhere/bench.json"], "No such file"),
+        (["--bench", "/nowhere/bench.json"], "no file /nowhere/bench.json: `dsv4tune bench -o` makes one"),
         (["--bench", __file__], "is no file of `dsv4tune bench -o`"),
         (["--layers", "c4"], "--layers takes numbers of layers such as c4=21,c128=20,none=2, not 'c4'"),
         (["--kernel", "indexr"], "did you mean 'indexer'"),

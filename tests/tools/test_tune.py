@@ -8,19 +8,23 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fakes import make_problem
+from fakes import make_problem, make_trial
 from typer.testing import CliRunner
 
 from dsv4tune.codegen import ops
 from dsv4tune.codegen.problem import Profile
-from dsv4tune.codegen.render import cache_folder
-from dsv4tune.tools import measure, peers
+from dsv4tune.codegen.render import cache_folder, render
+from dsv4tune.codegen.space import Config
+from dsv4tune.tools import measure, peers, tune
 from dsv4tune.tools.cli import app
-from dsv4tune.tools.evaluate import Pools
+from dsv4tune.tools.evaluate import Pools, environment
 from dsv4tune.tools.executor import Answer
 from dsv4tune.tools.measure import PeerTimes, Setup
+from dsv4tune.tools.search import Result
 from dsv4tune.tools.tune import fitting, timed_baseline
 from dsv4tune.tools.workers import Pool
+from dsv4tune.tuned.records import Range, Trial
+from dsv4tune.tuned.store import Store
 
 
 def pools(answer: Any) -> Any:
@@ -91,3 +95,65 @@ def test_a_spent_budget_ends_every_problem(tmp_path: Path) -> None:
     found = json.loads(result.stdout)["results"]
     assert result.exit_code == 1 and [one["problem"]["rows"] for one in found] == [64, 1, 16]
     assert all(one["status"] == "budget" and one["best"] is None and one["tried"] == 0 for one in found)
+
+
+def tried(rows: int, config: Config | None = None) -> Trial:
+    """A prediction that a search without a GPU makes today."""
+    problem, card = make_problem(rows, "rtx-pro-6000")
+    op = ops.get("indexer")
+    config = config or op.default(problem, card)
+    profile = op.profile(problem, 262_208)
+    return make_trial(
+        config,
+        rows,
+        source_sha=render(op, problem, config).sha,
+        range=Range(**profile.to_json()),
+        times_us=dict.fromkeys(profile.lengths, 3.0),
+        environment=environment(problem.silicon.arch, False),
+    )
+
+
+class Outcomes:
+    """Stands in for one problem's search: it ends as the list says, in turn."""
+
+    def __init__(self, *statuses: str) -> None:
+        self.statuses, self.searched = list(statuses), 0
+
+    def __call__(self, op: Any, problem: Any, profile: Any, request: Any, store: Any, *others: Any) -> dict[str, Any]:
+        self.searched += 1
+        ended = Result(status=self.statuses.pop(0), tried=1)
+        return tune._result(op, problem, profile, store, ended, None, {}, 1.0)
+
+
+def test_ctrl_c_leaves_problems_without_a_config_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store(tmp_path / "tuned.db")
+    for rows in (1, 4):  # 1 is searched before Ctrl-C, 4 has an entry from an earlier day
+        store.add(tried(rows))
+    store.close()
+    outcomes = Outcomes("complete", "interrupted")
+    monkeypatch.setattr(tune, "_tune_one", outcomes)
+    arguments = ["search", "--device", "rtx-pro-6000", "--rows", "1,2,4,8", "--db", str(tmp_path / "tuned.db")]
+    like = ["--like", "python -m sglang.launch_server --model-path /nowhere --tp 8"]
+    result = CliRunner().invoke(app, [*arguments, *like, "--json"])
+    found = json.loads(result.stdout)["results"]
+    assert result.exit_code == 1 and outcomes.searched == 2
+    assert [one["status"] for one in found] == ["complete", *["interrupted"] * 15]
+    assert [one["problem"]["rows"] for one in found if one["best"] is not None] == [1, 4]
+
+    outcomes.statuses += ["complete", "interrupted"]
+    text = CliRunner().invoke(app, [*arguments, *like])
+    assert "interrupted: 13 of 16 problems not begun; the same command goes on with them" in text.stdout
+    assert text.stdout.count("nothing usable") == 1  # of the one that was begun
+    assert text.stderr.count("predicting for") == 1 and "16 problems, one after another" in text.stderr
+
+
+def test_a_search_that_nothing_improves_says_why_it_ended(tmp_path: Path) -> None:
+    store = Store(tmp_path / "tuned.db")
+    problem, card = make_problem(64, "rtx-pro-6000")
+    for config in list(ops.get("indexer").space(problem, card).valid())[:13]:
+        store.add(tried(64, config))
+    store.close()
+    arguments = ["search", "--kernel", "indexer", "--device", "rtx-pro-6000", "--effort", "quick"]
+    result = CliRunner().invoke(app, [*arguments, "--db", str(tmp_path / "tuned.db")])
+    assert "ended: nothing better by 1% in the last 12 candidates; --trials 24 tries on" in result.stderr
+    assert "complete: 0 tried" in result.stdout

@@ -82,7 +82,7 @@ def test_export_import_export_gives_the_same_bytes(db: Path, tmp_path: Path) -> 
     done = run("diff", db, a)
     assert done.exit_code == 0, done.stdout + done.stderr
     again = run("import", a, "--yes", "--db", other)
-    assert "0 entries were stored" in again.stdout and "3 known already" in again.stdout
+    assert "0 entries stored now" in again.stdout and "3 known already" in again.stdout
 
 
 JSON = st.recursive(
@@ -231,6 +231,7 @@ def test_merge_takes_the_better_and_names_the_other(tmp_path: Path) -> None:
     b = export(tmp_path / "b.json", measured(8, 1.2), measured(64, 1.5))
     done = run("merge", a, b, "-o", tmp_path / "c.json")
     assert done.exit_code == 0 and "gives way to measured, 0.833" in done.stderr
+    assert done.stderr.endswith(f"wrote {tmp_path / 'c.json'}: 3 entries\n")
     merged = json.loads((tmp_path / "c.json").read_text())["entries"]
     assert {e["problem"]["rows"]: round(1 / e["score"], 2) for e in merged} == {8: 1.2, 16: 1.5, 64: 1.5}
     run("merge", b, a, "-o", tmp_path / "d.json")

@@ -62,7 +62,9 @@ def show_command(
     db: Db = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show the best config of a problem: its words, resources, evidence and rendered source.
+    """Show the best config of a problem.
+
+    Its words and what they mean, resources, evidence and rendered source.
 
     Exit status: 0 found, 2 where the database has no such problem, or for bad input.
     """

@@ -212,7 +212,8 @@ def read_count(text: str, option: str) -> int:
     """A count, with 1024-based k and M as context lengths have them."""
     found = re.fullmatch(r"(\d+)([kKmM]?)", text.strip())
     if found is None or int(found[1]) == 0:
-        raise ValueError(f"{option} takes whole numbers above 0, such as 131072 or 128k, not '{text}'")
+        example = "64 or 1,16,64" if option == "--rows" else "131072 or 128k"
+        raise ValueError(f"{option} takes whole numbers above 0, such as {example}, not '{text}'")
     return int(found[1]) * _UNITS[found[2].lower()]
 
 

@@ -48,9 +48,10 @@ def report_command(
     ] = "none=2,c4=21,c128=20",
     db: Db = None,
 ) -> None:
-    """Write one self-contained page: times beside the byte floor, the search, which knobs matter, what is missing.
+    """Write one self-contained page of all that was tuned.
 
-    From the database, the shipped entries and bench files. It loads nothing, so it works offline.
+    Times beside the byte floor, the search, which knobs matter, what is missing. From the database, the shipped entries
+    and bench files. It loads nothing, so it works offline.
 
     Exit status: 0 written, 2 for bad input or with nothing to show.
     """
@@ -90,7 +91,7 @@ def doctor_command(
     db: Db = None,
     as_json: AsJson = False,
 ) -> None:
-    """Look at everything that tuning and serving need, and say what is broken or missing, and what mends it.
+    """Say what tuning and serving lack here, and what mends it.
 
     Exit status: 0 with nothing broken, 1 where something is, 2 for bad input. Sizes without an entry are gaps, not
     faults: there the server's own kernels answer.
@@ -142,10 +143,10 @@ def ab_command(
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Also write the JSON to this file.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run SGLang's own serving benchmark with the plugin off and on, in turn, and tell what it brings.
+    """Time SGLang's serving benchmark with the plugin off and on.
 
-    Prints output tokens a second and the time per output token with their spread over the rounds. A difference counts
-    as clear only where every round has it.
+    Runs each in turn. Prints output tokens a second and the time per output token with their spread over the rounds. A
+    difference counts as clear only where every round has it.
 
     Exit status: 0 measured, whatever came out; 2 for bad input or where a server or the benchmark failed.
     """

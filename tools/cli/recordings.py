@@ -59,11 +59,11 @@ def record_command(
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
-    """Measure every valid config of one problem on the GPU here into one file.
+    """Measure every valid config of one problem into one file.
 
-    The file holds all rounds of every config and of the server's kernel beside it, and needs no GPU to be read.
-    Configs of one machine code and launch plan are measured once. Each config is kept when it ends: after --budget,
-    Ctrl-C or a crash, the same command goes on from there. A second pass measures all again in reverse order.
+    On the GPU here. The file holds all rounds of every config and of the server's kernel beside it, and needs no GPU to
+    be read. Configs of one machine code and launch plan are measured once. Each config is kept when it ends: after
+    --budget, Ctrl-C or a crash, the same command goes on from there. A second pass measures all again in reverse order.
 
     Exit status: 0 with a best config, also when --budget or Ctrl-C ended it; 1 where no config is usable; 2 without
     such a GPU, for a file of something else, or for bad input.
@@ -112,11 +112,11 @@ def replay_command(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run searches on recorded spaces, with the noise that was recorded and without a GPU.
+    """Run searches on recorded spaces, without a GPU.
 
-    Tells how near to the best config a sampler is after 1, 5, 10 and 20 % of the space, and after how many it is within
-    3 % of it. Neither the default config nor anything else is given to it. With --effort also how searches as
-    `dsv4tune search` makes them end, and whether they agree.
+    Candidates have the times that were recorded, noise included. Tells how near to the best config a sampler is after
+    1, 5, 10 and 20 % of the space, and after how many it is within 3 % of it. Neither the default config nor anything
+    else is given to it. With --effort also how searches as `dsv4tune search` makes them end, and whether they agree.
 
     Exit status: 0, or 2 for a file that is no recording of a whole space.
     """
@@ -151,7 +151,7 @@ def fit_command(
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the cost model to this file.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Fit the cost model to recordings, and tell how well it ranks each one when fitted without it.
+    """Fit the cost model to recordings, and say how well it ranks.
 
     Each recording is judged by two fits, to the other recordings and to the trials of other problems too; neither has
     seen anything of its problem. The model is then fitted to everything. DSV4TUNE_COST_MODEL names a file to use.

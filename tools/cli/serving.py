@@ -57,7 +57,9 @@ def explain_command(
     db: Db = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say which entry a server of these arguments would choose for each call, and why; needs no server.
+    """Say which entry a server would choose for each call, and why.
+
+    Needs no server.
 
     Exit status: 0 also where the server's own kernels would stay, 2 for bad input.
     """
@@ -113,7 +115,9 @@ def warm_command(
     db: Db = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compile everything that a server of these arguments would choose, so that it starts without compiling.
+    """Compile beforehand what a server would choose.
+
+    A server of these arguments then starts without compiling.
 
     Exit status: 0 all compiled, 1 where something could not be, 2 for bad input.
     """
@@ -145,6 +149,8 @@ def warm_command(
             f"{done['with_entry']} of {done['shapes']} call shapes have an entry; of {done['texts']} texts {compiled} "
             f"compiled now and {done['known']} before, in {done['seconds']} s, into {done['cache']}"
         )
+        if done["with_entry"] < done["shapes"]:
+            say("the others keep the server's own kernel: `dsv4tune explain` with the same options says why")
     if done["failed"]:
         raise typer.Exit(1)
 

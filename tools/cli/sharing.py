@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dsv4tune.codegen.words import counted
 from dsv4tune.tools.cli.options import (
     AsJson,
     Db,
@@ -24,6 +25,9 @@ from dsv4tune.tools.cli.options import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from dsv4tune.tuned.records import Entry
     from dsv4tune.tuned.share import Summary
 
 Place = Annotated[str, typer.Argument(help="An exported file, a folder of them, any fsspec URL, or - for stdin.")]
@@ -39,7 +43,9 @@ def export_command(
     problem: Words = None,
     db: Db = None,
 ) -> None:
-    """Write the best entries as reviewable JSON; the same database gives the same bytes.
+    """Write the best entries as reviewable JSON.
+
+    The same database gives the same bytes.
 
     Exit status: 0, or 2 where the database can't be read or the file not be written.
     """
@@ -47,15 +53,24 @@ def export_command(
     from dsv4tune.tuned.store import Store
 
     def work() -> list[str]:
-        left_out: list[str] = []
+        notes: list[str] = []
+        written = 0
+
+        def entries() -> Iterator[Entry]:
+            nonlocal written
+            for entry in share.exported(store, only(kernel, device, target, problem), notes):
+                written += 1
+                yield entry
+
         store = Store(database(db), create=False)
-        parts = files.text_of(share.exported(store, only(kernel, device, target, problem), left_out))
+        parts = files.text_of(entries())
         if output is None:
             for part in parts:
                 typer.echo(part, nl=False)
         else:
             files.write(output, parts)
-        return left_out
+            notes.append(f"wrote {output}: {counted(written, 'entry', 'entries')}")
+        return notes
 
     for line in reading(work):
         say(line)
@@ -71,10 +86,11 @@ def import_command(
     db: Db = None,
     as_json: AsJson = False,
 ) -> None:
-    """Take entries from elsewhere: first a summary of what would change, then, with your word, all in one transaction.
+    """Take entries from elsewhere, after a summary.
 
-    A file is taken whole or not at all. Better evidence wins (measured here, on the same silicon with the same Triton,
-    with another, predicted), then the faster; what was there stays.
+    It says what would change; then, with your word, all is done in one transaction. A file is taken whole or not at
+    all. Better evidence wins (measured here, on the same silicon with the same Triton, with another, predicted), then
+    the faster; what was there stays.
 
     Exit status: 0 imported or only shown, 2 refused, and nothing changed.
     """
@@ -92,7 +108,7 @@ def import_command(
                 if as_json:
                     typer.echo(json.dumps({"imported": False, **asdict(shown)}))
                 else:
-                    _print(shown, "would be")
+                    _print(shown, "would be stored")
                 if not confirmed(f"Import {shown.stored} into {path}?", yes):
                     return
             store = Store(path)
@@ -103,7 +119,7 @@ def import_command(
             if as_json:
                 typer.echo(json.dumps({"imported": True, **asdict(done)}))
             else:
-                _print(done, "were")
+                _print(done, "stored now")
 
     reading(work)
 
@@ -117,8 +133,9 @@ def _print(summary: Summary, verb: str) -> None:
     for line in summary.notes:
         say(f"note: {line}")
     typer.echo(
-        f"{len(summary.files)} file(s): {summary.stored} entries {verb} stored: {summary.new} new, {summary.better} "
-        f"better than what is here, {summary.kept} for the history; {summary.known} known already"
+        f"{counted(len(summary.files), 'file')}: {counted(summary.stored, 'entry', 'entries')} {verb}: "
+        f"{summary.new} new, {summary.better} better than what is here, {summary.kept} for the history; "
+        f"{summary.known} known already"
     )
 
 
@@ -126,15 +143,18 @@ def merge_command(
     places: Annotated[list[str], typer.Argument(help="Exported files, folders, URLs or databases.")],
     output: Annotated[str, typer.Option("-o", "--output", help="File or fsspec URL to write.")],
 ) -> None:
-    """Make one file of several: for each problem the entry with the better evidence, then the faster.
+    """Make one file of several.
+
+    It has, for each problem, the entry with the better evidence, then the faster.
 
     Exit status: 0, or 2 where something is refused or can't be written.
     """
     from dsv4tune.tuned import files, share
 
     lost: list[str] = []
-    reading(lambda: files.write(output, files.text_of(share.merged(places, lost))))
-    for line in lost:
+    entries = reading(lambda: share.merged(places, lost))
+    reading(lambda: files.write(output, files.text_of(entries)))
+    for line in [*lost, f"wrote {output}: {counted(len(entries), 'entry', 'entries')}"]:
         say(line)
 
 
@@ -171,9 +191,10 @@ def verify_command(
     db: Db = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compile, check and time entries again on the GPU here; what holds is stored as measured here.
+    """Compile, check and time entries again on the GPU here.
 
-    Entries of other silicon are left out. One that is wrong here is not followed any more; it stays in the history.
+    What holds is stored as measured here. Entries of other silicon are left out. One that is wrong here is not followed
+    any more; it stays in the history.
 
     Exit status: 0 all that could be tried hold, 1 one doesn't, 2 without a GPU or for bad input.
     """
@@ -214,7 +235,8 @@ def prune_command(
         wanted = only(kernel, device, target, problem)
         losers = store.losers(wanted, older_than)
         typer.echo(
-            f"{len(losers)} of {store.total()} trials in {store.path} ended {older_than} days ago and win nothing"
+            f"{len(losers)} of {store.total()} trials in {store.path} ended {older_than} days ago or earlier and win "
+            "nothing"
         )
         if losers and confirmed("Delete them?", yes):
             store.delete(losers)

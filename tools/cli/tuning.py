@@ -105,7 +105,7 @@ def search_command(
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
-    """Search for the fastest capture-safe config of a kernel and keep it in the database.
+    """Search for the fastest config of a kernel, and keep it.
 
     Measures on the GPU here; without one (or for another card) it compiles, checks through Triton's interpreter and
     predicts. Stops when nothing improves, at --trials, --budget or Ctrl-C, and goes on from there when run again. On a
@@ -178,8 +178,13 @@ def search_command(
     if as_json:
         typer.echo(json.dumps(results[0] if len(counts) * len(requests) == 1 else {"results": results}))
     else:
-        for result in results:
+        # Those that the search did not come to, and of which nothing is known, are counted.
+        begun = [result for result in results if result["seconds"] or result["best"] is not None]
+        for result in begun:
             typer.echo(summary(result))
+        if rest := len(results) - len(begun):
+            status = results[-1]["status"]
+            typer.echo(f"{status}: {rest} of {len(results)} problems not begun; the same command goes on with them")
     if any(result["best"] is None for result in results):
         raise typer.Exit(1)
 
@@ -199,9 +204,9 @@ def bench_command(
     db: Db = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time the tuned entries, the defaults and every installed peer on the same tensors, on the GPU here.
+    """Time tuned entries, defaults and installed peers side by side.
 
-    Entries come from --db where it is given, else from the shipped ones.
+    All on the same tensors, on the GPU here. Entries come from --db where it is given, else from the shipped ones.
 
     Exit status: 0 all timed, 1 where a shape gave no times, 2 without a GPU or for bad input.
     """
@@ -249,9 +254,10 @@ def emulate_command(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check the code that another architecture gets by running it on the sm_90 GPU here.
+    """Run another architecture's code on the sm_90 GPU here.
 
-    Shows that its schedule, addressing and synchronisation are right; says nothing of its speed there.
+    Checks it against float64. Shows that its schedule, addressing and synchronisation are right; says nothing of its
+    speed there.
 
     Exit status: 0 all right, 1 one is wrong or can't be run this way, 2 without an sm_90 GPU or for bad input.
     """

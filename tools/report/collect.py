@@ -186,6 +186,8 @@ def read_bench(path: Path) -> Bench:
         ValueError: it is none.
         OSError: it can't be read.
     """
+    if not path.exists():
+        raise ValueError(f"no file {path}: `dsv4tune bench -o` makes one, on a GPU")
     try:
         bench = Bench(path, json.loads(path.read_text(encoding="utf-8")))
         complete = all({"shape", "us", "floor_us"} <= row.keys() for row in bench.rows)

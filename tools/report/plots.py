@@ -96,7 +96,7 @@ def time_by_length(one: Studied, bench: Sequence[Mapping[str, Any]], server: str
             hovertemplate=f"{flat:.1f} µs at every length<extra></extra>",
         )
     )  # fmt: skip
-    note = "From one bench, on the same tensors." if len(bench) > 1 else "From the search that found the entry."
+    note = "From one bench, on the same tensors." if len(bench) > 1 else f"From the search that found it; {one.origin}."
     return Chart(one.title, note, figure, 400)
 
 
