@@ -55,6 +55,7 @@ setup: $(STAMP)
 
 # Editable, so that a clone runs what it holds. Takes the newest torch; only tests and CI pin one.
 $(STAMP): pyproject.toml
+	@echo "installing into $(VENV): about 6 GB, most of it torch; pip says nothing meanwhile"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[report]'
 	touch $@

@@ -71,7 +71,7 @@ _NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 COMPILERS = Kind("the compiler", COMPILE_LIMIT_S, CANDIDATE_BYTES, _NO_GPU, nice=10)
 MEASURERS = Kind("the GPU", JUDGE_LIMIT_S, JUDGE_BYTES)
 # A process a core: products this small are slower on more threads.
-_INTERPRET = {"TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore", "OPENBLAS_NUM_THREADS": "1"}
+_INTERPRET = {"TRITON_INTERPRET": "1", "OPENBLAS_NUM_THREADS": "1"}
 INTERPRETERS = Kind("Triton's interpreter", INTERPRET_LIMIT_S, CANDIDATE_BYTES, {**_NO_GPU, **_INTERPRET})
 
 

@@ -62,7 +62,7 @@ class TileLang(Peer):
     op = "indexer"
     module = "sglang.kernels.ops.attention.dsa.tilelang_kernel"
     packages = ("tilelang", "sglang")
-    install = f"pip install tilelang==0.1.12; {SGLANG}"
+    install = f"{SGLANG} (it needs tilelang==0.1.12)"
     server = True
 
     def prepare(self, problem: Any, call: IndexerCall) -> Callable[[], Any]:

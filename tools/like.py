@@ -8,9 +8,11 @@ derived here, because doing it with SGLang's own code takes the model and a GPU.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import importlib.util
 import json
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -266,12 +268,19 @@ def _decode_config(given: Any) -> dict[str, Any]:
 
 
 def _model_config(path: Any) -> dict[str, Any]:
-    """The model's ``config.json`` where it lies on this machine; DeepSeek-V4-Flash's facts are assumed elsewhere."""
-    try:
-        found = json.loads((Path(str(path)) / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    """The model's ``config.json`` from its folder or the hub's cache; {} where it is in neither."""
+    hub = Path(os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME") or "~/.cache/huggingface") / "hub")
+    cached = (hub.expanduser() / f"models--{str(path).replace('/', '--')}" / "snapshots").glob("*/config.json")
+    for file in (Path(str(path)) / "config.json", *sorted(cached, key=_modified, reverse=True)):
+        with contextlib.suppress(OSError, ValueError):
+            found = json.loads(file.read_text(encoding="utf-8"))
+            if isinstance(found, dict):
+                return found
+    return {}
+
+
+def _modified(file: Path) -> float:
+    return file.lstat().st_mtime
 
 
 def spread(rows: Sequence[int]) -> list[int]:

@@ -123,7 +123,7 @@ class FlashInfer(_Sm120Peer):
 
     name = "flashinfer"
     packages = ("flashinfer-python", "sglang")
-    install = f"pip install flashinfer-python==0.7.2; {SGLANG}"
+    install = f"{SGLANG} (it needs flashinfer-python==0.7.2)"
     slow = False
     server = True
 

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 
 from dsv4tune.codegen.compile import first_line
 
-#: How to get SGLang's own kernels.
-SGLANG = "pip install --no-deps sglang==0.5.23 (and what its modules import)"
+#: How to get SGLang's own kernels, with what else they import.
+SGLANG = "pip install dsv4tune's clone into SGLang's environment and search there"
 
 
 class Peer(ABC):

@@ -133,7 +133,7 @@ def _heading(request: Request, problems: int) -> str:
     how = f"measuring on {card}"
     if not request.on_gpu:
         how = f"predicting for {card}: no such GPU here (the cost model was {cost.load().says(request.device)})"
-    return how if problems == 1 else f"{how}; {problems} problems, one after another"
+    return how if problems == 1 else f"{how}\n{problems} problems, one after another"
 
 
 def _problems(request: Request) -> list[tuple[Problem, Profile]]:

@@ -339,6 +339,12 @@ def test_kernels_are_right_where_it_counts(op: MlaDecode, card: Device, pool: Po
         assert 0 < answer.value.error <= 3e-3
 
 
+def test_infinities_are_no_warning(op: MlaDecode, card: Device, pool: Pool) -> None:
+    """They belong to the kernel; a search printed a dozen lines of them."""
+    answer = pool.ask(mla_jobs.warnings_of, *job_of(op, card, "3 splits"))
+    assert answer.kind == "ok" and answer.value == []
+
+
 @pytest.mark.slow
 def test_kernels_are_right_in_every_case(op: MlaDecode, card: Device, pool: Pool) -> None:
     jobs = {name: (interpret_job, *job_of(op, card, name)) for name in INTERPRETED}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from itertools import islice
 
@@ -31,6 +32,14 @@ def first_cases(problem: MlaDecodeProblem, config: Config, count: int) -> Verdic
     cases = islice(op.cases(small, width, (width,), "cpu", 0), count)
     judged = ((name, call, op.expect(small, call)) for name, call in cases)
     return measure.check(op, small, judged, variant(small, config))
+
+
+def warnings_of(problem: MlaDecodeProblem, config: Config) -> list[str]:
+    """What the interpreter warns of in the first case."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        first_cases(problem, config, 1)
+    return [str(one.message) for one in seen if issubclass(one.category, RuntimeWarning)]
 
 
 def neighbours(problem: MlaDecodeProblem, config: Config) -> list[bool]:

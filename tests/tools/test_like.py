@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,24 @@ def test_the_models_own_config_where_it_lies_here(tmp_path: Path) -> None:
         ("mla_decode", {"heads": 16, "cache": "c128"}),
         ("mla_decode", {"heads": 16, "cache": "c4-pro"}),
     ]
+    assert "taken for" not in str(start)
+
+
+@pytest.mark.parametrize("variable", ["HF_HOME", "HF_HUB_CACHE"])
+def test_the_models_config_in_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    for name in ("HF_HOME", "HF_HUB_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, str(tmp_path))
+    command = "sglang serve --model-path deepseek-ai/DeepSeek-V4-Pro --tp 8"
+    assert like.read(command, CARD).topk == 512 and "taken for DeepSeek-V4-Flash" in str(like.read(command, CARD))
+    hub = tmp_path / "hub" if variable == "HF_HOME" else tmp_path
+    for age, (revision, topk) in enumerate((("new", 1024), ("old", 256))):
+        snapshot = hub / "models--deepseek-ai--DeepSeek-V4-Pro" / "snapshots" / revision
+        snapshot.mkdir(parents=True)
+        (snapshot / "config.json").write_text(json.dumps({"index_topk": topk}))
+        os.utime(snapshot / "config.json", (1e9 - age, 1e9 - age))
+    start = like.read(command, CARD)
+    assert start.topk == 1024 and "taken for" not in str(start)
 
 
 @pytest.mark.parametrize(
@@ -151,6 +170,7 @@ def test_a_search_tunes_what_the_server_captures(monkeypatch: pytest.MonkeyPatch
         raise ValueError("enough")
 
     monkeypatch.setattr(tune, "tune_all", answer)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     options = ["--device", "rtx-pro-6000", "--db", str(tmp_path / "tuned.db"), "--like"]
     command = f"{START} --tp 8 --context-length 131072 --max-running-requests 16"
     result = CliRunner().invoke(app, ["search", *options, command])
