@@ -259,7 +259,7 @@ def _tune_one(
         if patience.is_lost() and known + result.tried < trials:
             say(
                 f"ended: nothing better by {Patience.STEP:.0%} in the last {request.effort.patience} candidates; "
-                f"--trials {trials} tries on"
+                f"--trials {2 * trials} tries on"
             )
         if request.on_gpu and result.status != "interrupted":
             watch.phase("timing the best ones again, in turn")

@@ -155,5 +155,5 @@ def test_a_search_that_nothing_improves_says_why_it_ended(tmp_path: Path) -> Non
     store.close()
     arguments = ["search", "--kernel", "indexer", "--device", "rtx-pro-6000", "--effort", "quick"]
     result = CliRunner().invoke(app, [*arguments, "--db", str(tmp_path / "tuned.db")])
-    assert "ended: nothing better by 1% in the last 12 candidates; --trials 24 tries on" in result.stderr
+    assert "ended: nothing better by 1% in the last 12 candidates; --trials 48 tries on" in result.stderr
     assert "complete: 0 tried" in result.stdout
