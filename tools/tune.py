@@ -74,11 +74,39 @@ def choose_device(device: str | None, target: str | None, site: Site = HERE) -> 
     return wanted, False
 
 
-def tune(request: Request, say: Say, watch: Watcher | None = None, heading: str = "") -> list[dict[str, Any]]:
+class Budget:
+    """The time of several problems, shared evenly among those that are left.
+
+    None gets less than `LEAST_S` while there is time: a search that ends before it learned anything helps nobody.
+    """
+
+    LEAST_S = 20.0
+
+    def __init__(self, seconds: float | None, problems: int) -> None:
+        self._ends = None if seconds is None else time.monotonic() + seconds
+        self._problems = problems
+
+    def next(self) -> float | None:
+        """When the next problem's time ends, by ``time.monotonic``; None for never."""
+        now, count = time.monotonic(), self._problems
+        self._problems -= 1
+        if self._ends is None:
+            return None
+        return min(self._ends, now + max((self._ends - now) / max(1, count), self.LEAST_S))
+
+    @property
+    def spent(self) -> bool:
+        return self._ends is not None and time.monotonic() >= self._ends
+
+
+def tune(
+    request: Request, say: Say, watch: Watcher | None = None, heading: str = "", budget: Budget | None = None
+) -> list[dict[str, Any]]:
     """Search every problem of the request; one result each, in order, those that Ctrl-C kept from beginning too.
 
     Args:
         heading: said once the request and its files are found to be in order.
+        budget: of these problems and others that follow; the request's own unless given.
 
     Raises:
         ValueError: a problem that the kernel does not serve, or a file that is no cost model.
@@ -95,12 +123,12 @@ def tune(request: Request, say: Say, watch: Watcher | None = None, heading: str 
     if heading:
         say(heading)
     pools = request.site.pools(request.jobs, request.device, request.on_gpu, say)
-    deadline = None if request.budget_s is None else time.monotonic() + request.budget_s
+    budget = budget or Budget(request.budget_s, len(problems))
     results = []
     with interrupted_once():
         try:
             for problem, profile in problems:
-                result = _tune_one(op, problem, profile, request, store, pools, deadline, say, watch)
+                result = _tune_one(op, problem, profile, request, store, pools, budget.next(), say, watch)
                 results.append(result)
                 if result["status"] == "interrupted":
                     break
@@ -112,19 +140,18 @@ def tune(request: Request, say: Say, watch: Watcher | None = None, heading: str 
 
 def tune_all(requests: Sequence[Request], watch: Watcher) -> list[dict[str, Any]]:
     """Several requests one after another, as `tune`; the budget of the first is that of all of them together."""
-    started = time.monotonic()
-    budget = requests[0].budget_s
     results: list[dict[str, Any]] = []
     problems = [_problems(request) for request in requests]
-    heading = _heading(requests[0], sum(len(of_one) for of_one in problems))
+    count = sum(len(of_one) for of_one in problems)
+    budget = Budget(requests[0].budget_s, count)
+    heading = _heading(requests[0], count)
     for request, of_one in zip(requests, problems, strict=True):
-        left = None if budget is None else budget - (time.monotonic() - started)
         if results and results[-1]["status"] == "interrupted":
             results += _not_begun(request, of_one, "interrupted")
-        elif results and left is not None and left <= 0:
+        elif results and budget.spent:
             results += _not_begun(request, of_one, "budget")
         else:
-            results += tune(replace(request, budget_s=left), watch.say, watch, "" if results else heading)
+            results += tune(request, watch.say, watch, "" if results else heading, budget)
     return results
 
 

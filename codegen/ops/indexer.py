@@ -168,7 +168,8 @@ class Indexer(Op[IndexerProblem, IndexerCall]):
         if problem.rows >= PREFILL_ROWS:
             lengths = tuple(sorted({min(n, width) for n in (2048, 32768)}))
             return Profile(width, lengths, (1.0,) * len(lengths), causal=True)
-        lengths = tuple(sorted({min(n, width) for n in (128, 2048, 32768, width)}))
+        # A length next to the maximum would count that twice.
+        lengths = (*(n for n in (128, 2048, 32768) if n <= width / 2), width)
         return Profile(width, lengths, (1.0,) * len(lengths))
 
     # -- space --------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from dsv4tune.tools.evaluate import Pools, environment
 from dsv4tune.tools.executor import Answer
 from dsv4tune.tools.measure import PeerTimes, Setup
 from dsv4tune.tools.search import Result
-from dsv4tune.tools.tune import fitting, timed_baseline
+from dsv4tune.tools.tune import Budget, fitting, timed_baseline
 from dsv4tune.tools.workers import Pool
 from dsv4tune.tuned.records import Range, Trial
 from dsv4tune.tuned.store import Store
@@ -87,6 +87,23 @@ def test_compilers_and_judges_share_one_cache(monkeypatch: pytest.MonkeyPatch) -
             made = Pools.of(2, on_gpu)
             for pool in (made.compilers, made.judges):
                 assert isinstance(pool, Pool) and pool.environment["TRITON_CACHE_DIR"] == wanted
+
+
+def test_a_budget_is_shared_by_those_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr("dsv4tune.tools.tune.time.monotonic", lambda: clock.now)
+    budget = Budget(120.0, 3)
+    assert budget.next() == 140.0
+    clock.now = 110.0  # it ended early: the others have more
+    assert budget.next() == 165.0
+    clock.now = 165.0
+    assert budget.next() == 220.0 and not budget.spent
+    clock.now = 220.0
+    assert budget.spent
+    few = Budget(50.0, 40)
+    assert few.next() == 240.0
+    clock.now = 265.0
+    assert few.next() == 270.0 and Budget(None, 2).next() is None and not Budget(None, 2).spent
 
 
 def test_a_spent_budget_ends_every_problem(tmp_path: Path) -> None:

@@ -117,7 +117,8 @@ def search_command(
     With --like it tunes what that server will capture: every kernel unless --kernel names one, and of the captured row
     counts few that enclose the others, or all of them with --rows captured.
 
-    The budget is that of all rows together. Lengths and widths count cached entries, one for 4 tokens of context.
+    The budget is shared evenly by all problems, 20 s each at the least as long as it lasts. Lengths and widths count
+    cached entries, one for 4 tokens of context.
 
     Exit status: 0 with a best config for every row count, 1 where one has none, 2 for bad input.
     """
