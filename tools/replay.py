@@ -6,6 +6,7 @@ on a GPU do; how good it truly is, is told by all of its rounds.
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 from collections import Counter
@@ -173,10 +174,17 @@ class Replay:
         search(self._proposer(sampler, seed), evaluator, lambda ended: None, 1 << 30, None, enough=enough)
         return evaluator.walked
 
-    def search(self, sampler: str, effort: Effort, seed: int, in_flight: int) -> Searched:
-        """A whole search as `dsv4tune search` has it: the default first, halving, patience and the final."""
+    def fraction(self, walk: Sequence[Config]) -> float:
+        """Of the optimum, by the best of some kernels; 0 where none of them works."""
+        return self.best / min((self.scores.get(config, math.inf) for config in walk), default=math.inf)
+
+    def search(self, sampler: str, effort: Effort, seed: int, in_flight: int, default: bool = True) -> Searched:
+        """A whole search as `dsv4tune search` has it: the default first, halving, patience and the final.
+
+        Without the default it is as on a card for which nobody has chosen one.
+        """
         header = self.recording.header
-        first = [self.op.default(header.problem, header.device)]
+        first = [self.op.default(header.problem, header.device)] if default else []
         if effort.references:
             first.append(self.op.reference_config(header.problem, header.device))
         evaluator = Replayed(self.recording, seed, in_flight, effort.halving)
@@ -200,40 +208,50 @@ class Replay:
 
 
 def figures(replay: Replay, sampler: str, repeats: int, in_flight: int = 1) -> dict[str, Any]:
-    """How soon a sampler gets to the best configs, over seeds 0, 1, …: medians with quartiles.
-
-    Random's expectation needs no repeats: of n kernels with m near ones in any order.
-    """
+    """How soon a sampler gets to the best configs, over seeds 0, 1, …: medians with quartiles."""
     walks = [replay.walk(sampler, seed, in_flight) for seed in range(repeats)]
-    count = len(replay.kernels)
-    needed = [1 + next(n for n, config in enumerate(walk) if config in replay.near) for walk in walks]
-    reached = {}
-    for share in SHARES:
-        after = max(1, round(share * count))
-        best = [min(replay.scores.get(c, 9e9) for c in walk[:after]) for walk in walks]
-        reached[f"{share:.0%}"] = _quartiles([replay.best / score for score in best])
-    chance = _median_of_chance(count, len(replay.near))
     return {
         "recording": replay.recording.name,
         "configs": len(replay.space.valid()),
-        "kernels": count,
-        "within_3_percent": round(len(replay.near) / count, 5),
+        "kernels": len(replay.kernels),
+        "within_3_percent": round(len(replay.near) / len(replay.kernels), 5),
         "sampler": sampler,
         "repeats": repeats,
         "in_flight": in_flight,
+        **told(replay, walks),
+    }
+
+
+def told(replay: Replay, walks: Sequence[Sequence[Config]]) -> dict[str, Any]:
+    """What walks say of who walked; one that never got near counts as the whole space.
+
+    Random's expectation needs no repeats: of n kernels with m near ones in any order.
+    """
+    count = len(replay.kernels)
+    needed = [next((n for n, config in enumerate(walk, 1) if config in replay.near), None) for walk in walks]
+    counted = [count if n is None else n for n in needed]
+    reached = {}
+    for share in SHARES:
+        after = max(1, round(share * count))
+        reached[f"{share:.0%}"] = _quartiles([replay.fraction(walk[:after]) for walk in walks])
+    chance = _median_of_chance(count, len(replay.near))
+    return {
         "fraction_of_optimum_after": reached,
         "evaluations_to_3_percent": {
-            **_quartiles(needed),
-            "of_the_space": round(statistics.median(needed) / count, 4),
+            **_quartiles(counted),
+            "never": needed.count(None),
+            "of_the_space": round(statistics.median(counted) / count, 4),
             "by_chance": chance,
-            "of_chance": round(statistics.median(needed) / chance, 4),
+            "of_chance": round(statistics.median(counted) / chance, 4),
         },
     }
 
 
-def agreement(replay: Replay, sampler: str, effort: Effort, repeats: int, in_flight: int = 1) -> dict[str, Any]:
+def agreement(
+    replay: Replay, sampler: str, effort: Effort, repeats: int, in_flight: int = 1, default: bool = True
+) -> dict[str, Any]:
     """Whether repeated searches end with the most frequent winner or within 2 % of it; what they took and got."""
-    ends = [replay.search(sampler, effort, seed, in_flight) for seed in range(repeats)]
+    ends = [replay.search(sampler, effort, seed, in_flight, default) for seed in range(repeats)]
     common, times = Counter(end.winner for end in ends).most_common(1)[0]
     reference = replay.scores[common] / replay.best
     alike = [end.winner == common or abs(end.over / reference - 1) <= AGREE for end in ends]

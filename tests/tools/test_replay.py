@@ -16,7 +16,7 @@ from dsv4tune.tools import recording
 from dsv4tune.tools.cli import app
 from dsv4tune.tools.efforts import EFFORTS
 from dsv4tune.tools.recording import Record, Recording
-from dsv4tune.tools.replay import Replay, Replayed, _median_of_chance, agreement, figures
+from dsv4tune.tools.replay import Replay, Replayed, _median_of_chance, agreement, figures, told
 
 RECORDINGS = Path("benchmarks/h200/recordings")
 
@@ -101,6 +101,16 @@ def test_unusable_configs_are_part_of_a_space(mla: Replay) -> None:
     spoiled = Replay(changed(mla, spoil))
     assert spoiled.best > mla.best and best in spoiled.kernels and best not in spoiled.near
     assert not spoiled.near.isdisjoint(spoiled.walk("guided", 0, 1))
+
+
+def test_a_walk_that_never_arrives_counts_as_the_whole_space(mla: Replay) -> None:
+    far = sorted(mla.scores, key=lambda config: -mla.scores[config])[:3]
+    near = min(mla.scores, key=lambda config: mla.scores[config])
+    found = told(mla, [far, far, [*far, near]])
+    needed = found["evaluations_to_3_percent"]
+    assert needed["never"] == 2 and needed["median"] == len(mla.kernels) and needed["low"] < needed["median"]
+    assert found["fraction_of_optimum_after"]["20%"]["worst"] == 1.0 == mla.fraction([near])
+    assert mla.fraction([]) == 0.0
 
 
 # -- the command ------------------------------------------------------------------------------------------------
