@@ -83,8 +83,8 @@ class Optuna(Sampler):
 class Guided(Sampler):
     """Expected improvement by a Gaussian process over the distance between configs.
 
-    Starts with what the cost model holds for the best. After that it goes by measurements alone: held against two
-    recorded spaces, the model's predictions as the process's mean cost more candidates than they saved. Candidates
+    Starts with what the cost model holds for the best. After that it goes by measurements alone: the model's
+    predictions as the process's mean save candidates where the model is good and cost some where it isn't. Candidates
     under way count as what is expected of them, so that several at once spread. Constants and alternatives were
     compared on recordings: benchmarks/README.md.
     """
