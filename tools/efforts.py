@@ -27,8 +27,8 @@ class Effort:
 
 
 EFFORTS = {
-    "quick": Effort(trials=24, patience=12, halving=True, references=False, finalists=2, rounds=9),
-    "normal": Effort(trials=64, patience=32, halving=True, references=True, finalists=4, rounds=27),
+    "quick": Effort(trials=32, patience=None, halving=True, references=False, finalists=2, rounds=9),
+    "normal": Effort(trials=96, patience=48, halving=True, references=True, finalists=4, rounds=27),
     "full": Effort(trials=400, patience=120, halving=False, references=True, finalists=8, rounds=45),
 }
 
