@@ -148,9 +148,9 @@ def _migrated(path: Path, notes: list[str]) -> Database:
         raise PermissionError(13, "it is read-only")
     try:
         return _connect(path)
-    except sqlite3.OperationalError:
-        raise  # locked, or a full disk: the file may be sound
     except UNREADABLE as error:
+        if isinstance(error, sqlite3.OperationalError) and "decode" not in str(error):
+            raise  # locked, or a full disk: the file may be sound
         aside = _free_name(path)
         for suffix in ("", "-wal", "-shm"):
             with contextlib.suppress(FileNotFoundError):

@@ -56,7 +56,7 @@ def foreign_objects(connection: sqlite3.Connection) -> str:
 class Stored:
     """The usable trials of the user's database, looked up by problem and read from one state of the file.
 
-    Whatever can't be read is left out, with a line to `tell`; after an error of the file nothing is found any more.
+    Whatever can't be read is left out, with one line to `tell`; after an error of the file nothing is found any more.
     A problem without its rows goes by `family`, its JSON text.
     """
 
@@ -137,9 +137,7 @@ class Stored:
         try:
             return Entry.model_validate_json(_joined(*texts))
         except (ValueError, TypeError) as error:  # pydantic's errors are ValueErrors
-            if not self._complained:
-                self._complained = True
-                self._tell(f"{self.path}: some trials can't be read ({str(error).splitlines()[0]}): left out")
+            self._complain(f"{self.path}: some trials can't be read ({str(error).splitlines()[0]}): left out")
         return None
 
     def _query(self, query: str, values: dict[str, Any]) -> list[Any]:
@@ -154,7 +152,19 @@ class Stored:
             yield
         except UNREADABLE as error:
             self.close()
-            self._tell(f"can't read {self.path} ({error}): not used; name another database in $DSV4TUNE_DB")
+            self._complain(f"can't read {self.path} ({_brief(error)}): not used; name another database in $DSV4TUNE_DB")
+
+    def _complain(self, line: str) -> None:
+        """Once: what else is wrong with a spoilt file says nothing new."""
+        if not self._complained:
+            self._complained = True
+            self._tell(line)
+
+
+def _brief(error: Exception) -> str:
+    """SQLite quotes the whole text that it can't decode."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= 120 else f"{text[:120]}..."
 
 
 _ANY = "select 1 from trial t where t.problem_id = p.id and t.status = 'ok' and t.score is not null"

@@ -11,6 +11,8 @@ import resource
 import signal
 import sqlite3
 import stat
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -207,6 +209,38 @@ def test_a_bad_file_is_set_aside_with_a_message(path: Path, how: str) -> None:
     if how != "empty":
         assert "set aside as" in again.notes[0]
         assert Path(f"{path}.bad-1").read_bytes() == bad
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_spoilt_bytes_stop_neither_a_search_nor_a_server(path: Path, seed: int) -> None:
+    """Whatever they hit: a server says one line at most, a search goes on, with a new file where it has to."""
+    store = Store(path)
+    store.add_all([make_trial()] * 100)
+    store.close()
+    dice, data = random.Random(seed), bytearray(path.read_bytes())
+    for _ in range(dice.choice([5, 50, 200])):
+        data[dice.randrange(len(data))] = dice.randrange(256)
+    path.write_bytes(bytes(data))
+    lines: list[str] = []
+    with contextlib.closing(Stored(path, lines.append)) as stored:
+        list(stored.entries(family(ops.problem_from_json(make_trial().problem)), 64, "3.9.0", "13.0"))
+    assert len(lines) <= 1 and all(len(line) < 400 and "\n" not in line for line in lines)
+    again = Store(path)
+    again.add(make_trial())
+    assert again.total() >= 1 and (not again.notes or Path(f"{path}.bad-1").read_bytes() == bytes(data))
+    again.close()
+
+
+def test_text_that_is_no_text_is_a_spoilt_file(path: Path) -> None:
+    """SQLite tells it as it tells of a lock, of which a search would not go on."""
+    Store(path).close()
+    connection = sqlite3.connect(path)
+    connection.execute("update _sqlite_migrations set applied_at = cast(x'32ff36' as text)")
+    connection.commit()
+    connection.close()
+    store = Store(path)
+    assert "set aside as" in store.notes[0] and "decode" in store.notes[0]
+    store.close()
 
 
 def test_a_newer_schema_is_refused_and_kept(path: Path) -> None:
@@ -535,3 +569,17 @@ def test_eight_readers_and_four_writers(path: Path) -> None:
         p.join(60)
     assert [p.exitcode for p in processes] == [0] * 12
     assert sqlite3.connect(path).execute("pragma integrity_check").fetchone() == ("ok",)
+
+
+@pytest.mark.slow
+def test_the_stress_run_still_runs(tmp_path: Path) -> None:
+    """Its full form is in benchmarks/store."""
+    script = Path(__file__).parents[2] / "benchmarks" / "store_stress.py"
+    environment = {**os.environ, "PYTHONPATH": str(Path(script).parents[1] / "src")}
+    command = [sys.executable, str(script), str(tmp_path), "--short"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["kill -9"]["runs with a lost or damaged trial"] == found["eight create"]["failed"] == 0
+    corrupt = found["states"]["corrupt"]
+    assert corrupt["files"] == corrupt["set aside whole"] == corrupt["search goes on"] == corrupt["server goes on"]
