@@ -150,11 +150,11 @@ def search(
     started = time.monotonic()
     result = Result()
     under_way = 0
-    exhausted = False
+    exhausted = ending = False
 
     def left() -> int:
         """Trials that nobody has taken; who is measured has one."""
-        return trials - result.tried - len(proposer.picked)
+        return 0 if ending else trials - result.tried - len(proposer.picked)
 
     evaluator.pick = lambda compiled: proposer.pick(compiled) if left() > 0 else None
     try:
@@ -162,7 +162,8 @@ def search(
             late = deadline is not None and time.monotonic() >= deadline
             # More than are left to try, so that there is a choice of what to measure; what is never picked is dropped.
             most = min(evaluator.capacity, SPARE * (trials - result.tried))
-            while not late and not exhausted and under_way < most:
+            ending = ending or enough()
+            while not late and not exhausted and not ending and under_way < most:
                 config = proposer.propose()
                 if config is None:
                     exhausted = True
@@ -172,9 +173,8 @@ def search(
             if late:
                 result.status = "budget"
                 break
-            if enough():
-                break
-            if under_way == 0:
+            # What is being measured is waited for, and counts.
+            if under_way == 0 or (ending and not proposer.picked):
                 break
             wait = 1.0 if deadline is None else max(0.0, min(1.0, deadline - time.monotonic()))
             for config, trial in evaluator.collect(wait):
