@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import recording_jobs
+from typer.testing import CliRunner
 
 from dsv4tune.codegen import ops
 from dsv4tune.codegen.devices import DEVICES
@@ -15,6 +17,7 @@ from dsv4tune.codegen.op import Verdict
 from dsv4tune.codegen.render import render
 from dsv4tune.codegen.space import Config
 from dsv4tune.tools import evaluate, measure, recording
+from dsv4tune.tools.cli import app
 from dsv4tune.tools.efforts import EFFORTS
 from dsv4tune.tools.measure import Compiled, Measured, PeerTimes, Setup, Timed
 from dsv4tune.tools.progress import Lines
@@ -105,6 +108,11 @@ def test_a_search_finds_the_best_holds_its_final_and_goes_on(
     # Equal kernels were measured once.
     kernels = {gpu.space.measured(config).config for config in gpu.measured}
     assert len(kernels) == len(gpu.measured) <= result["tried"]
+    # A server takes it.
+    arguments = ["explain", "--db", str(db), "--device", "h200", "--rows", "64", "--kernel", kernel, "--json"]
+    explained = json.loads(CliRunner().invoke(app, arguments).stdout)
+    chosen = [one["chosen"]["config"] for one in explained["results"] if (one["chosen"] or {}).get("origin") == str(db)]
+    assert chosen == [best["config"]], explained
     # The same command finds nothing left to do, and a larger effort goes on.
     (again,) = tune_all([request(db, kernel)], Lines(said.append))
     assert again["tried"] == 0 and again["best"] == best and len(gpu.finals) == 1
