@@ -20,7 +20,7 @@ from dsv4tune.tools.efforts import Effort
 from dsv4tune.tools.evaluate import Evaluation
 from dsv4tune.tools.progress import in_words
 from dsv4tune.tools.timing import middle
-from dsv4tune.tuned.records import Final, Trial
+from dsv4tune.tuned.records import Final, Range, Trial
 from dsv4tune.tuned.store import Store
 
 #: The share of the server's time that a winner must be faster by, and that by which near-ties may differ.
@@ -106,7 +106,10 @@ def hold(
     effort: Effort,
     say: Callable[[str], None],
 ) -> None:
-    """Time the best of the stored trials again and store how it went, unless all of them had their final already."""
+    """Time the best of the stored trials again and store how it went, unless all of them had their final already.
+
+    A final that another compiler's candidates had since then is none of theirs, and would be what a server goes by.
+    """
     best: dict[Config, Trial] = {}
     heard = set()
     for trial in stored:
@@ -115,9 +118,9 @@ def hold(
             best[config] = min(trial, best.get(config, trial), key=lambda one: one.score or 0.0)
             heard |= {config} if trial.final is not None else set()
     finalists = sorted(best, key=lambda config: (best[config].score, config.key))[: effort.finalists]
-    if not finalists or heard.issuperset(finalists):
-        return
     setup, baseline = evaluation.setup, evaluation.baseline
+    if not finalists or (heard.issuperset(finalists) and not _overruled(evaluation, store)):
+        return
     name = baseline.name if baseline is not None else None
     answer = evaluation.pools.judges.ask(measure.final_job, setup, finalists, name, effort.rounds)
     if answer.kind != "ok":
@@ -135,3 +138,17 @@ def hold(
     if baseline is not None and not part.won:
         verdict = f"not faster than {baseline.name} by {part.margin:.0%} and more than its spread: that stays"
     say(f"final of {part.finalists}, {part.rounds} rounds: {first.score:.3f}{second}: {verdict}")
+
+
+def _overruled(evaluation: Evaluation, store: Store) -> bool:
+    """Whether what goes by is from a final that was held with another compiler, beside the same yardstick."""
+    setup, baseline = evaluation.setup, evaluation.baseline
+    last = store.best(setup.problem.key, Range(**setup.profile.to_json()))
+    yardstick = baseline.name if baseline is not None else "byte floor"
+    return (
+        last is not None
+        and last.here
+        and last.final is not None
+        and last.yardstick == yardstick
+        and last.environment.triton != evaluation.environment.triton
+    )

@@ -22,7 +22,7 @@ from dsv4tune.tools.executor import Answer, Seat
 from dsv4tune.tools.final import decide
 from dsv4tune.tools.halving import Halving, stages
 from dsv4tune.tools.measure import Compiled, Measured, Setup, Timing
-from dsv4tune.tuned.records import Baseline, Trial
+from dsv4tune.tuned.records import Baseline, Environment, Trial
 from dsv4tune.tuned.store import Store
 
 PROFILE = Profile(4096, (128, 2048), (1.0, 1.0))
@@ -146,9 +146,7 @@ def evaluation(monkeypatch: pytest.MonkeyPatch) -> Evaluation:
     return found
 
 
-def make_environment() -> Any:
-    from dsv4tune.tuned.records import Environment
-
+def make_environment() -> Environment:
     return Environment(dsv4tune="0", triton="3.9.0", ptxas="13.0", torch="2.13.0")
 
 
@@ -255,6 +253,31 @@ def test_the_final_is_stored_and_held_once(evaluation: Evaluation, tmp_path: Pat
     assert judges.asked[1][0] == space.valid()[9] and configs[1] in judges.asked[1]
     best = store.best(setup.problem.key)
     assert best is not None and best.score == 0.9  # all but the newcomer took 9 us this time
+    store.close()
+
+
+def test_a_final_is_held_anew_after_one_with_another_compiler(evaluation: Evaluation, tmp_path: Path) -> None:
+    """What another Triton's candidates came to is no last word on this one's."""
+    setup, said = evaluation.setup, list[str]()
+    space = ops.get("indexer").space(setup.problem, setup.device)
+    store = Store(tmp_path / "tuned.db")
+    judges: Any = evaluation.pools.judges
+    mine, other = evaluation.environment, evaluation.environment.model_copy(update={"triton": "3.6.0"})
+
+    def hold(environment: Environment, us: float) -> None:
+        evaluation.environment = environment
+        judges.final = dict.fromkeys(space.valid()[:1], us)
+        trials = [t for t in store.trials(setup.problem.key) if t.environment == environment]
+        final.hold(evaluation, space, store, trials, EFFORTS["quick"], said.append)
+
+    for environment in (mine, other):
+        evaluation.environment = environment
+        store.add(evaluation._trial(space.valid()[0], "ok", score=0.7, yardstick="tilelang"))
+    for environment, us, finals in ((mine, 8.0, 1), (mine, 8.0, 1), (other, 12.0, 2), (other, 12.0, 2), (mine, 8.0, 3)):
+        hold(environment, us)
+        assert len(judges.asked) == finals
+    best = store.best(setup.problem.key)
+    assert best is not None and best.final is not None and best.final.won and best.environment == mine
     store.close()
 
 
