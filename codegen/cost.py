@@ -132,19 +132,27 @@ class Model:
             raise ValueError(f"constants are {', '.join(sorted(names))}, not {', '.join(sorted(constants))}")
         for name, value in constants.items():
             if not _number(value) or value <= 0:
-                raise ValueError(f"constant {name} is {value!r}, not a number above 0")
+                raise ValueError(f"constant {name} is {value!r:.40}, not a number above 0")
         for of_ops in data["effects"].values():
             for words in of_ops.values():
                 for word, values in words.items():
                     bad = [v for v, effect in values.items() if not _number(effect) or abs(effect) > 10]
                     if bad:
                         raise ValueError(f"effect of {word}={bad[0]} is no logarithm of a ratio of times")
-        sources = (Source(**{**one, "rows": tuple(one["rows"])}) for one in data["sources"])
-        left_out = (
+        sources = tuple(Source(**{**one, "rows": tuple(one["rows"])}) for one in data["sources"])
+        left_out = tuple(
             LeftOut(**{**one, "recordings": Judged(**one["recordings"]), "trials": Judged(**one["trials"])})
             for one in data["left_out"]
         )
-        return cls(Constants(**constants), data["effects"], tuple(sources), tuple(left_out))
+        for source in sources:
+            texts = (source.target, source.device, source.op)
+            if not all(isinstance(text, str) for text in texts) or not all(map(_number, source.rows)):
+                raise ValueError(f"source {source} names no card, op and rows")
+        for one in left_out:
+            figures = [*asdict(one.recordings).values(), *asdict(one.trials).values()]
+            if not all(figure is None or _number(figure) for figure in figures):
+                raise ValueError(f"what {one.recording} was judged by is no rank correlation")
+        return cls(Constants(**constants), data["effects"], sources, left_out)
 
     def factor(self, problem: Problem, config: Config) -> float:
         """By how much a config of this problem takes longer than the constants say, as far as that was seen."""
@@ -167,7 +175,8 @@ class Model:
 
 
 def _number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    # JSON's whole numbers have no bound, and those past a float's make it overflow.
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= 1e12
 
 
 def load() -> Model:
@@ -188,7 +197,7 @@ def read(path: Path) -> Model:
     """
     try:
         return Model.from_json(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         why = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error).splitlines()[0]
         raise CostModelError(f"{path} is no cost model of `dsv4tune fit`: {why}") from error
 

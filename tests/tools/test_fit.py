@@ -154,6 +154,27 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
     assert f"{cut}, line" in refused(str(RECORDINGS[0]), "--trials-file", str(cut))
 
 
+@pytest.mark.parametrize("change", ["deep", "constant", "effect", "device", "rows", "judged"])
+def test_a_spoilt_cost_model_is_one_line(tmp_path: Path, change: str) -> None:
+    data = json.loads(cost.SHIPPED.read_text())
+    match change:
+        case "constant":
+            data["constants"]["start"] = 10**400
+        case "effect":
+            data["effects"] = {"sm_90": {"indexer": {"num_warps": {"4": 10**400}}}}
+        case "device":
+            data["sources"][0]["device"] = 5
+        case "rows":
+            data["sources"][0]["rows"] = ["a", 1]
+        case "judged":
+            data["left_out"][0]["trials"]["effects"] = "good"
+    file = tmp_path / "model.json"
+    file.write_text("[" * 100_000 if change == "deep" else json.dumps(data))
+    with pytest.raises(cost.CostModelError, match=r"is no cost model") as refused:
+        cost.read(file)
+    assert len(str(refused.value)) < 400
+
+
 def test_a_search_refuses_a_file_that_is_no_cost_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bad = tmp_path / "bad.json"
     bad.write_text("{}")
