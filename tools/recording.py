@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
+import math
 import statistics
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -112,6 +114,9 @@ class Header:
         if data.get("recording") != VERSION:
             raise ValueError(f"recording is {data.get('recording')!r}, not {VERSION}")
         over, device = data["range"], data["device"]
+        for name in ("sm_shared_bytes", "l2_bytes", "bandwidth"):
+            if not 0 < device[name] < math.inf:
+                raise ValueError(f"the device's {name} is {device[name]}")
         return cls(
             problem=ops.problem_from_json(data["problem"]),
             profile=Profile(over["width"], tuple(over["lengths"]), tuple(over["weights"]), over["causal"]),
@@ -175,6 +180,13 @@ def _medians(rounds: Rounds, take: Sequence[int] | None) -> dict[int, float]:
 # -- the file ---------------------------------------------------------------------------------------------------
 
 
+#: What a file of something else raises where it is read as a recording.
+_SPOILT = (
+    *(ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError),
+    *(zlib.error, gzip.BadGzipFile),
+)
+
+
 def read(path: Path) -> Recording:
     """A recording, without a last line that was cut off.
 
@@ -189,7 +201,7 @@ def read(path: Path) -> Recording:
         for line in lines:
             record = _record(header, json.loads(line))
             records[record.config] = record
-    except (ValueError, KeyError, TypeError, AttributeError, StopIteration) as error:
+    except _SPOILT as error:
         raise RecordingError(f"{path} is no recording of `dsv4tune record` ({_first(error)})") from error
     lost = [r for r in records.values() if r.same_as is not None and r.same_as not in records]
     if lost:
@@ -198,13 +210,18 @@ def read(path: Path) -> Recording:
 
 
 def _lines(path: Path) -> Iterator[str]:
-    # Whole lines, as far as the file is sound: gzip's members are appended one by one, and the last may be cut off
+    # Whole lines, as far as the file goes: gzip's members are appended one by one, and the last may be cut off
     # anywhere, in its head too.
-    with gzip.open(path, "rt", encoding="utf-8") as handle, contextlib.suppress(EOFError, gzip.BadGzipFile):
-        for line in handle:
-            if not line.endswith("\n"):
-                return
-            yield line
+    with gzip.open(path, "rt", encoding="utf-8") as handle, contextlib.suppress(EOFError):
+        try:
+            for line in handle:
+                if not line.endswith("\n"):
+                    return
+                yield line
+        except gzip.BadGzipFile as error:
+            # No head is a head cut off; a wrong checksum is spoilt figures.
+            if not str(error).startswith("Not a gzipped file"):
+                raise
 
 
 def _first(error: BaseException) -> str:
@@ -259,8 +276,14 @@ def _record(header: Header, data: Mapping[str, Any]) -> Record:
     def config(values: Sequence[Any]) -> Config:
         return Config(dict(zip(header.words, values, strict=True)))
 
-    def rounds(by_length: Mapping[str, list[list[float]]]) -> Rounds:
-        return {int(length): passes for length, passes in by_length.items()}
+    def rounds(name: str) -> Rounds:
+        found = {int(length): passes for length, passes in data.get(name, {}).items()}
+        if found and set(found) != set(header.profile.lengths):
+            raise ValueError(f"{name} of other lengths than {list(header.profile.lengths)}")
+        for passes in found.values():
+            if not passes or not all(times and all(0 < us < math.inf for us in times) for times in passes):
+                raise ValueError(f"{name} that are no times")
+        return found
 
     report = dict(data["report"]) if "report" in data else None
     code = report.pop("code") if report is not None else ""
@@ -272,7 +295,7 @@ def _record(header: Header, data: Mapping[str, Any]) -> Record:
         report=Report(**report) if report is not None else None,
         code=code,
         same_as=config(data["same_as"]) if "same_as" in data else None,
-        us=rounds(data.get("us", {})),
-        baseline_us=rounds(data.get("baseline_us", {})),
+        us=rounds("us"),
+        baseline_us=rounds("baseline_us"),
         seconds=tuple(data["seconds"]),
     )

@@ -33,10 +33,11 @@ AGREE = 0.02
 
 @dataclass(frozen=True)
 class Ended:
-    """A replayed candidate, as a search sees it."""
+    """A replayed candidate, as a search sees it, with the config whose kernel it is."""
 
     status: str
     score: float | None
+    config: Config
 
 
 class Replayed:
@@ -73,7 +74,7 @@ class Replayed:
 
     def _measured(self, record: Record) -> Ended:
         if record.status != "ok" or not record.us:
-            return Ended(record.status, None)
+            return Ended(record.status, None, record.config)
         which = self._random.randrange(record.passes)
         lengths = self._recording.header.profile.lengths
         us: Rounds = {n: [] for n in lengths}
@@ -93,7 +94,7 @@ class Replayed:
         score = self._score(us, beside)
         if candidate is not None:
             candidate.ends(score)
-        return Ended(status, score)
+        return Ended(status, score, record.config)
 
     def _score(self, us: Rounds, beside: Rounds) -> float:
         medians, against = ({n: middle(t)[0] for n, t in one.items() if t} for one in (us, beside))
@@ -138,7 +139,7 @@ class Replay:
 
     def __init__(self, recording: Recording) -> None:
         """Raises:
-        ValueError: configs of the space are missing from the recording.
+        ValueError: configs of the space are missing from the recording, or none has times.
         """
         header = recording.header
         self.recording = recording
@@ -153,6 +154,8 @@ class Replay:
         self.scores = recording.scores()
         #: Each kernel once: configs of the same machine code and launch plan are one.
         self.kernels = {recording.measured(config).config for config in self.space.valid()}
+        if not self.scores:
+            raise ValueError(f"{recording.name}: no config has times: there is nothing to find")
         self.best = min(self.scores.values())
         self.near = {config for config in self.kernels if self.scores.get(config, 9e9) <= self.best * (1 + NEAR)}
         self._expected = expected(Setup(header.problem, header.profile, header.device, header.seed))
@@ -182,6 +185,9 @@ class Replay:
         """A whole search as `dsv4tune search` has it: the default first, halving, patience and the final.
 
         Without the default it is as on a card for which nobody has chosen one.
+
+        Raises:
+            ValueError: it found nothing usable.
         """
         header = self.recording.header
         first = [self.op.default(header.problem, header.device)] if default else []
@@ -194,10 +200,14 @@ class Replay:
         def finished(ended: Ended) -> None:
             patience.saw(ended)
             if ended.status == "ok" and ended.score is not None:
-                found.setdefault(evaluator.walked[-1], ended.score)
+                found[ended.config] = ended.score
 
         proposer = self._proposer(sampler, seed, first)
         search(proposer, evaluator, finished, effort.trials, None, enough=patience.is_lost)
+        if not found:
+            raise ValueError(
+                f"{self.recording.name}: a search of {len(evaluator.walked)} kernels found none that is usable"
+            )
         finalists = sorted(found, key=lambda config: (found[config], config.key))[: effort.finalists]
         times, beside = evaluator.again(finalists, effort.rounds)
         yardstick = beside or {length: [us] for length, us in self.recording.floors.items()}

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -103,6 +105,29 @@ def test_unusable_configs_are_part_of_a_space(mla: Replay) -> None:
     assert not spoiled.near.isdisjoint(spoiled.walk("guided", 0, 1))
 
 
+def failed(record: Record) -> Record:
+    return replace(record, status="failed", us={}, baseline_us={})
+
+
+def test_a_twin_that_ends_late_stands_for_its_own_kernel() -> None:
+    """Not for the one that was measured last, which may be of no use."""
+    indexer = replay("indexer_r64")
+    wanted = next(r.same_as for r in indexer.recording.records.values() if r.same_as is not None)
+    one = Replay(changed(indexer, lambda r: r if wanted in (r.config, r.same_as) else failed(r)))
+    effort = replace(EFFORTS["normal"], trials=1 << 20, patience=None, references=False)
+    found = one.search("random", effort, 0, 1, default=False)
+    assert found.winner == wanted and found.over == 1.0
+
+
+def test_a_space_or_a_search_without_a_usable_config_is_one_line(mla: Replay) -> None:
+    with pytest.raises(ValueError, match="no config has times"):
+        Replay(changed(mla, failed))
+    best = min(mla.scores, key=lambda config: mla.scores[config])
+    one = Replay(changed(mla, lambda r: r if r.config == best else failed(r)))
+    with pytest.raises(ValueError, match="a search of 1 kernels found none that is usable"):
+        one.search("random", replace(EFFORTS["quick"], trials=1), 0, 1, default=False)
+
+
 def test_a_walk_that_never_arrives_counts_as_the_whole_space(mla: Replay) -> None:
     far = sorted(mla.scores, key=lambda config: -mla.scores[config])[:3]
     near = min(mla.scores, key=lambda config: mla.scores[config])
@@ -137,3 +162,39 @@ def test_what_is_no_recording_is_one_line(tmp_path: Path) -> None:
         assert f"{file} is no recording of `dsv4tune record`" in result.stderr, result.stderr
     result = CliRunner().invoke(app, ["replay", str(tmp_path / "none.gz")])
     assert result.exit_code == 2 and "No such file" in result.stderr
+
+
+@pytest.fixture
+def lines() -> list[bytes]:
+    """A recording's header and two of its configs."""
+    return gzip.decompress((RECORDINGS / "mla_decode_h8_r64.jsonl.gz").read_bytes()).splitlines(keepends=True)[:3]
+
+
+@pytest.mark.parametrize("times", [{"1": [[1.0]]}, [["a"]], [[0.0]], [[]], [], 5])
+def test_times_that_are_none_are_no_recording(tmp_path: Path, lines: list[bytes], times: Any) -> None:
+    record = json.loads(lines[1])
+    us = times if isinstance(times, dict) else {length: times for length in record["us"]}
+    file = tmp_path / "space.jsonl.gz"
+    file.write_bytes(gzip.compress(lines[0] + json.dumps({**record, "us": us}).encode() + b"\n"))
+    with pytest.raises(recording.RecordingError, match="no recording"):
+        recording.read(file)
+
+
+def test_a_foreign_header_is_no_recording(tmp_path: Path, lines: list[bytes]) -> None:
+    head, file = json.loads(lines[0]), tmp_path / "space.jsonl.gz"
+    for bad in (b"[" * 100_000, json.dumps({**head, "device": {**head["device"], "bandwidth": "x"}}).encode()):
+        file.write_bytes(gzip.compress(bad + b"\n"))
+        with pytest.raises(recording.RecordingError, match="no recording"):
+            recording.read(file)
+
+
+def test_a_bit_that_fell_over_spoils_a_recording(tmp_path: Path, lines: list[bytes]) -> None:
+    """Whether it can't be unpacked, or can and fails its checksum; what then looks cut off may pass."""
+    sound, file, kinds = gzip.compress(b"".join(lines), mtime=0), tmp_path / "space.jsonl.gz", set()
+    for at in range(20, len(sound), 7):
+        file.write_bytes(sound[:at] + bytes([sound[at] ^ 4]) + sound[at + 1 :])
+        try:
+            recording.read(file)
+        except recording.RecordingError as error:
+            kinds.add(type(error.__cause__))
+    assert {zlib.error, gzip.BadGzipFile} <= kinds
