@@ -17,6 +17,7 @@ from dsv4tune.codegen.render import cache_folder, render
 from dsv4tune.codegen.space import Config
 from dsv4tune.tools import measure, peers, tune
 from dsv4tune.tools.cli import app
+from dsv4tune.tools.efforts import EFFORTS
 from dsv4tune.tools.evaluate import Pools, environment
 from dsv4tune.tools.executor import Answer
 from dsv4tune.tools.measure import PeerTimes, Setup
@@ -167,10 +168,15 @@ def test_ctrl_c_leaves_problems_without_a_config_and_says_so(tmp_path: Path, mon
 def test_a_search_that_nothing_improves_says_why_it_ended(tmp_path: Path) -> None:
     store = Store(tmp_path / "tuned.db")
     problem, card = make_problem(64, "rtx-pro-6000")
-    for config in list(ops.get("indexer").space(problem, card).valid())[:13]:
+    effort = EFFORTS["normal"]
+    assert effort.patience is not None
+    for config in list(ops.get("indexer").space(problem, card).valid())[: effort.patience + 1]:
         store.add(tried(64, config))
     store.close()
-    arguments = ["search", "--kernel", "indexer", "--device", "rtx-pro-6000", "--effort", "quick"]
+    arguments = ["search", "--kernel", "indexer", "--device", "rtx-pro-6000"]
     result = CliRunner().invoke(app, [*arguments, "--db", str(tmp_path / "tuned.db")])
-    assert "ended: nothing better by 1% in the last 12 candidates; --trials 48 tries on" in result.stderr
+    ended = (
+        f"ended: nothing better by 1% in the last {effort.patience} candidates; --trials {2 * effort.trials} tries on"
+    )
+    assert ended in result.stderr
     assert "complete: 0 tried" in result.stdout
