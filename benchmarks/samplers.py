@@ -273,7 +273,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
             else:
                 axis.plot(shares, curve["median"], color="0.8", lw=0.8, zorder=0)
         axis.plot([], [], color="0.8", lw=0.8, label="Kernel Tuner's others")
-        axis.axhline(1 / (1 + replay.NEAR), color="0.5", lw=0.8, ls=":")
+        axis.axhline(1 / (1 + recording.NEAR), color="0.5", lw=0.8, ls=":")
         axis.set(xlim=(0, shares[-1]), ylim=(0.6, 1.005), title=name)
         axis.set(xlabel="share of the space's kernels that were measured", ylabel="fraction of the optimum")
         axis.xaxis.set_major_locator(MultipleLocator(0.05))

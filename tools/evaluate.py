@@ -150,6 +150,15 @@ class Evaluation:
         # Enough compiled ahead that neither compilers nor judges wait, few enough that the sampler learns.
         return 2 * max(self.pools.compilers.size, self.pools.judges.size)
 
+    @property
+    def yardstick(self) -> str:
+        """What this search holds times against: the server's kernel, or each byte moved once."""
+        return self.baseline_name or "byte floor"
+
+    @property
+    def baseline_name(self) -> str | None:
+        return self.baseline.name if self.baseline is not None else None
+
     def submit(self, config: Config) -> None:
         self.pools.compilers.submit((self, config), compile_job, self.setup.problem, config)
 
@@ -177,8 +186,7 @@ class Evaluation:
                 break
             near, tag = self._ready.pop(config), (self, config)
             if self.pools.on_gpu:
-                name = self.baseline.name if self.baseline is not None else None
-                judges.submit(tag, device_job, self.setup, config, name, self.halving, near=near)
+                judges.submit(tag, device_job, self.setup, config, self.baseline_name, self.halving, near=near)
             else:
                 judges.submit(tag, interpret_job, self.setup.problem, config, near=near)
 
@@ -198,8 +206,7 @@ class Evaluation:
     def _compiled(self, config: Config, answer: Answer) -> Trial | None:
         """A trial that ends at the compiler, or None where the candidate goes on to its check."""
         if answer.kind != "ok":
-            status = "timeout" if answer.kind == "timeout" else "failed"
-            return self._trial(config, status, reason=f"compile: {answer.reason}")
+            return self._trial(config, answer.failure, reason=f"compile: {answer.reason}")
         built: Compiled = answer.value
         report = built.report
         self._built[config] = built, answer.seconds
@@ -234,8 +241,7 @@ class Evaluation:
     def _judged(self, config: Config, answer: Answer) -> Trial:
         judged: dict[str, Any] = {"card": answer.seat.card, "judge_seconds": round(answer.seconds, 3)}
         if answer.kind != "ok":
-            status = "timeout" if answer.kind == "timeout" else "failed"
-            return self._trial(config, status, reason=answer.reason, **judged)
+            return self._trial(config, answer.failure, reason=answer.reason, **judged)
         measured = answer.value if self.pools.on_gpu else self._predicted(config, answer.value)
         verdict: Verdict = measured.verdict
         error = verdict.error if math.isfinite(verdict.error) else None

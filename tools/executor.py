@@ -91,6 +91,11 @@ class Answer:
     seconds: float = 0.0
     seat: Seat = Seat()
 
+    @property
+    def failure(self) -> str:
+        """What became of a candidate whose job did not end well, in the words of a trial's status."""
+        return "timeout" if self.kind == "timeout" else "failed"
+
 
 class Executor(ABC):
     """Runs jobs on its seats, one at a time each; a job that crashes or hangs costs itself alone.

@@ -121,8 +121,7 @@ def hold(
     setup, baseline = evaluation.setup, evaluation.baseline
     if not finalists or (heard.issuperset(finalists) and not _overruled(evaluation, store)):
         return
-    name = baseline.name if baseline is not None else None
-    answer = evaluation.pools.judges.ask(measure.final_job, setup, finalists, name, effort.rounds)
+    answer = evaluation.pools.judges.ask(measure.final_job, setup, finalists, evaluation.baseline_name, effort.rounds)
     if answer.kind != "ok":
         say(f"no final: {answer.reason}; what was fastest alone goes by")
         return
@@ -142,13 +141,12 @@ def hold(
 
 def _overruled(evaluation: Evaluation, store: Store) -> bool:
     """Whether what goes by is from a final that was held with another compiler, beside the same yardstick."""
-    setup, baseline = evaluation.setup, evaluation.baseline
+    setup = evaluation.setup
     last = store.best(setup.problem.key, Range(**setup.profile.to_json()))
-    yardstick = baseline.name if baseline is not None else "byte floor"
     return (
         last is not None
         and last.here
         and last.final is not None
-        and last.yardstick == yardstick
+        and last.yardstick == evaluation.yardstick
         and last.environment.triton != evaluation.environment.triton
     )

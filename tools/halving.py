@@ -44,6 +44,8 @@ class Candidate:
         self._study.tell(self._trial, score)
 
 
-def stages(lengths: Sequence[int], rounds: int) -> list[tuple[int, int]]:
-    """Lengths, each with the rounds that are taken of it by then."""
+def stages(lengths: Sequence[int], rounds: int, halving: bool = True) -> list[tuple[int, int]]:
+    """Lengths, each with the rounds that are taken of it by then; without halving all at once."""
+    if not halving:
+        return [(length, rounds) for length in lengths]
     return [(length, taken) for taken in (min(FIRST_ROUNDS, rounds), rounds) for length in sorted(lengths)]

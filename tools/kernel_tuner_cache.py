@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,6 +19,7 @@ from dsv4tune.codegen import ops
 from dsv4tune.codegen.space import Config, Value
 from dsv4tune.tools import recording
 from dsv4tune.tools.recording import Record, Recording, RecordingError
+from dsv4tune.tuned.files import write_whole
 
 
 def convert(recorded: Recording) -> dict[str, Any]:
@@ -80,9 +80,7 @@ def write(path: Path, cache: Mapping[str, Any]) -> None:
     """
     head = json.dumps({name: value for name, value in cache.items() if name != "cache"})
     lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in cache["cache"].items())
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    part.write_text(f'{head[:-1]}, "cache": {{\n{lines}}}\n}}', encoding="utf-8")
-    part.replace(path)
+    write_whole(path, [f'{head[:-1]}, "cache": {{\n{lines}}}\n}}'])
 
 
 def main() -> None:

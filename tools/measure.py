@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import errno
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -67,6 +67,12 @@ class Measured:
 
 #: Microseconds of one launch in each round, by live length.
 Rounds = dict[int, list[float]]
+
+
+def partial_score(profile: Profile, us: Rounds, baseline_us: Rounds, floors: Mapping[int, float]) -> float:
+    """Over the lengths and rounds that there are, against the baseline's in the same rounds or the byte floors."""
+    medians, beside = ({n: middle(times)[0] for n, times in of.items() if times} for of in (us, baseline_us))
+    return profile.only(medians).score(medians, beside or floors)
 
 
 @dataclass(frozen=True)
@@ -373,7 +379,7 @@ class Session:
         graphs: dict[int, list[Captured]] = {}
         candidate = self.halving.candidate() if halving else None
         pruned = ""
-        for length, rounds in stages(profile.lengths, ROUNDS) if halving else [(n, ROUNDS) for n in profile.lengths]:
+        for length, rounds in stages(profile.lengths, ROUNDS, halving):
             if length not in graphs:
                 graphs[length] = self.graphs([variant], beside.get(length), length)
             taken = len(us.setdefault(length, []))
@@ -390,9 +396,7 @@ class Session:
         return Timed(verdict, us, baseline_us, gpu.state().warnings, pruned)
 
     def score(self, us: Rounds, baseline_us: Rounds) -> float:
-        """Over the lengths and rounds that there are."""
-        medians, beside = ({n: middle(times)[0] for n, times in rounds.items()} for rounds in (us, baseline_us))
-        return self.setup.profile.only(us).score(medians, beside or self.floors)
+        return partial_score(self.setup.profile, us, baseline_us, self.floors)
 
     def again(
         self, configs: Sequence[Config], baseline: str | None, rounds: int

@@ -25,14 +25,12 @@ from dsv4tune.tools.evaluate import Pools, environment
 from dsv4tune.tools.executor import Answer, collect
 from dsv4tune.tools.measure import Compiled, Setup, Timed, compile_job, rounds_job
 from dsv4tune.tools.progress import LINE_S, Problem, Watcher, count_line
-from dsv4tune.tools.recording import Header, Record, Recording
+from dsv4tune.tools.recording import NEAR, Header, Record, Recording
 from dsv4tune.tools.sites import Site
 from dsv4tune.tools.tune import HERE, fitting, interrupted_once, timed_baseline
 
 #: Of the inputs, and of the order in which a space is measured.
 SEED = 0
-#: A config this close to the best counts as good as it.
-NEAR = 1.03
 STATUSES = ("ok", "refused", "wrong", "failed", "timeout")
 
 
@@ -239,7 +237,7 @@ class Recorder:
     def _compiled(self, config: Config, answer: Answer) -> None:
         seconds = (round(answer.seconds, 3), 0.0)
         if answer.kind != "ok":
-            self._end(Record(config, _failure(answer), f"compile: {answer.reason}", seconds=seconds))
+            self._end(Record(config, answer.failure, f"compile: {answer.reason}", seconds=seconds))
             return
         compiled: Compiled = answer.value
         record = Record(config, "ok", report=compiled.report, code=compiled.code, seconds=seconds)
@@ -288,14 +286,10 @@ class Recorder:
             self.watch.say(f"{self._shown.label}: {count_line(self._shown, 'configs')}")
 
 
-def _failure(answer: Answer) -> str:
-    return "timeout" if answer.kind == "timeout" else "failed"
-
-
 def _judged(record: Record, answer: Answer) -> Record:
     """With what its check and one more pass found."""
     if answer.kind != "ok":
-        status, reason, error = _failure(answer), answer.reason, None
+        status, reason, error = answer.failure, answer.reason, None
     else:
         timed: Timed = answer.value
         error = timed.verdict.error if math.isfinite(timed.verdict.error) else None
@@ -333,7 +327,7 @@ def told(path: Path, kept: Recording) -> dict[str, Any]:
         "codes": len({record.code for record in records if record.code}),
         "same_as_another": sum(record.same_as is not None for record in records),
         "measured": [sum(record.passes > number for record in records) for number in range(passes)],
-        "near_best": sum(score <= NEAR * scores[best] for score in scores.values()) if best is not None else 0,
+        "near_best": sum(score <= (1 + NEAR) * scores[best] for score in scores.values()) if best is not None else 0,
         "best": None if best is None else {"config": dict(best), "score": round(scores[best], 6)},
         "warnings": list(header.warnings),
     }
@@ -356,5 +350,5 @@ def in_words(result: Mapping[str, Any]) -> str:
         lines.append("  nothing usable")
     else:
         lines.append(f"  best {best['score']:.3f} of {result['yardstick']}: {Config(best['config']).brief}")
-        lines.append(f"  {result['near_best']} configs within {NEAR - 1:.0%} of it, itself among them")
+        lines.append(f"  {result['near_best']} configs within {NEAR:.0%} of it, itself among them")
     return "\n".join([*lines, *(f"  doubtful: {text}" for text in result["warnings"]), f"  in {result['file']}"])

@@ -25,6 +25,8 @@ from dsv4tune.codegen.space import Config
 from dsv4tune.tools.measure import floors_us
 
 VERSION = 1
+#: By how much a config may be slower than the best one and count as good.
+NEAR = 0.03
 
 #: Microseconds of one launch in each round of each pass, by live length.
 Rounds = dict[int, list[list[float]]]

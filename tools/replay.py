@@ -20,13 +20,13 @@ from dsv4tune.tools import final, samplers
 from dsv4tune.tools.efforts import Effort
 from dsv4tune.tools.evaluate import expected
 from dsv4tune.tools.halving import Halving, stages
-from dsv4tune.tools.measure import Rounds, Setup
-from dsv4tune.tools.recording import Record, Recording
+from dsv4tune.tools.measure import Rounds, Setup, partial_score
+from dsv4tune.tools.recording import NEAR, Record, Recording
 from dsv4tune.tools.search import Patience, Pick, Proposer, search
-from dsv4tune.tools.timing import ROUNDS, middle
+from dsv4tune.tools.timing import ROUNDS
 
-#: How near to the optimum counts as there, and the shares of the space at which a walk is looked at.
-NEAR, SHARES = 0.03, (0.01, 0.05, 0.10, 0.20)
+#: The shares of the space at which a walk is looked at.
+SHARES = (0.01, 0.05, 0.10, 0.20)
 #: By how much the winners of two searches may differ and still agree.
 AGREE = 0.02
 
@@ -81,7 +81,7 @@ class Replayed:
         beside: Rounds = {n: [] for n in lengths if record.baseline_us}
         candidate = self._halving.candidate() if self._halving is not None else None
         status = "ok"
-        for length, rounds in stages(lengths, ROUNDS) if candidate is not None else [(n, ROUNDS) for n in lengths]:
+        for length, rounds in stages(lengths, ROUNDS, candidate is not None):
             for _ in range(rounds - len(us[length])):
                 number = self._random.randrange(len(record.us[length][which]))
                 for taken, told in ((us, record.us), (beside, record.baseline_us)):
@@ -97,8 +97,7 @@ class Replayed:
         return Ended(status, score, record.config)
 
     def _score(self, us: Rounds, beside: Rounds) -> float:
-        medians, against = ({n: middle(t)[0] for n, t in one.items() if t} for one in (us, beside))
-        return self._recording.header.profile.only(medians).score(medians, against or self._recording.floors)
+        return partial_score(self._recording.header.profile, us, beside, self._recording.floors)
 
     def again(self, configs: Sequence[Config], rounds: int) -> tuple[dict[Config, Rounds], Rounds]:
         """A final: rounds of each config, and of the baseline beside the first."""

@@ -315,14 +315,13 @@ def _repeats(trial: Trial, evaluation: Evaluation, op: Op[Any, Any], problem: Pr
     except Exception:  # the words of an older space
         return False
     measured = evaluation.pools.on_gpu
-    yardstick = evaluation.baseline.name if evaluation.baseline is not None else "byte floor"
     return (
         trial.source_sha == sha
         and trial.provenance == ("measured" if measured else "predicted")
         and trial.range.model_dump() == evaluation.setup.profile.to_json()
         and trial.environment.triton == evaluation.environment.triton
         # One that was timed without the baseline is timed again once that is installed.
-        and (trial.status != "ok" or trial.yardstick == yardstick)
+        and (trial.status != "ok" or trial.yardstick == evaluation.yardstick)
     )
 
 
