@@ -242,6 +242,7 @@ class Indexer(Op[IndexerProblem, IndexerCall]):
             Argument("page_table", "*i32"),
             Argument("logits", "*fp32", True),
             Argument("rows", "i32"),
+            *([Argument("rows_inverse", "u32")] if _divides(config) else []),
             Argument("pages", "i32"),
             Argument("width", "i32", True),
             Argument("lens_stride", "i32"),
@@ -258,13 +259,9 @@ class Indexer(Op[IndexerProblem, IndexerCall]):
             programs = problem.rows * config.int("splits")
         else:
             resident = problem.silicon.sm_count * config.int("programs_per_sm")
-            if schedule == "persistent":
-                programs = resident
-            else:
-                # A whole number of programs a row, and no more than the row has pages.
-                programs = problem.rows * max(1, min(resident // problem.rows, width // problem.page_size))
-        if config["dialect"] == "gluon" and schedule == "hybrid":
-            return Plan((Launch("kernel", (problem.rows, programs // problem.rows, 1)),))
+            # Of the hybrid's programs no more than all rows have pages.
+            most = problem.rows * (width // problem.page_size)
+            programs = resident if schedule == "persistent" else min(resident, most)
         return Plan((Launch("kernel", (programs, 1, 1)),))
 
     def work(self, problem: IndexerProblem, config: Config, profile: Profile, length: int) -> Work:
@@ -321,6 +318,7 @@ class Indexer(Op[IndexerProblem, IndexerCall]):
             call.page_table,
             call.logits,
             rows,
+            *([-(-(1 << 31) // rows)] if _divides(config) else []),
             call.kv.shape[0],
             call.width,
             call.seq_lens.stride(0),
@@ -411,8 +409,6 @@ def refuse(problem: IndexerProblem, device: Device, config: Config) -> Refusal:
     if schedule == "hybrid":
         if rows > sms * per_sm:
             return f"{rows} rows are more than the {sms * per_sm} resident programs: none would take a second tile"
-        if sms * (per_sm - 1) >= rows and sms * per_sm // rows == sms * (per_sm - 1) // rows:
-            return f"{sms * per_sm // rows} programs a row, as with programs_per_sm {per_sm - 1}"
     if schedule == "split":
         if rows * splits > 8 * max(sms, rows):
             return f"{rows * splits} programs are more than 8 for each of {sms} SMs and of {rows} rows"
@@ -466,6 +462,11 @@ def _instructions(problem: IndexerProblem, config: Config) -> float:
     # An address, a mask, a load and a store for 16 bytes that are gathered.
     gathered = 4 * tokens * problem.head_dim / 16 / threads if config["load"] == "pointer" else 0.0
     return 120 + scores + gathered
+
+
+def _divides(config: Config) -> bool:
+    """Whether the kernel divides by the number of rows, which it does by a multiplication."""
+    return config["dialect"] == "gluon" and config["schedule"] == "hybrid"
 
 
 def _prompt(config: Config) -> bool:

@@ -95,11 +95,11 @@ def test_a_plan_depends_on_shapes_and_silicon(indexer: Indexer) -> None:
         return indexer.plan(indexer.problem(rows, card.silicon), config, width).launches[0].grid
 
     grids = {rows: grid(rows, config.with_(programs_per_sm=5))[0] for rows in (1, 16, 64, 100, 660)}
-    # A whole number of programs a row, at most 5 for each of 132 SMs.
-    assert grids == {1: 660, 16: 656, 64: 640, 100: 600, 660: 660}
+    # All that are resident, whatever the rows: 5 for each of 132 SMs. No more than there are pages.
+    assert set(grids.values()) == {660}
     assert grid(1, config, 128)[0] == 2
     ring = config.with_(dialect="gluon", programs_per_sm=5)
-    assert grid(64, ring) == (64, 10, 1)
+    assert grid(64, ring) == (660, 1, 1)
     page_grid = indexer.reference_config(indexer.problem(70_000, card.silicon), card)
     assert grid(70_000, page_grid) == (70_000 * 4097, 1, 1)
 

@@ -51,7 +51,7 @@ FAULTS = {
     "first page twice": ("tl.load(table_row + index,", "tl.load(table_row + index * 0,"),
     "stale pages followed": ("mask=index * PAGE < length, other=0)", "other=0)"),
     "one tile too few": ("last = tl.minimum(tl.cdiv(length, BLOCK_T)", "last = tl.minimum(length // BLOCK_T"),
-    "one tile too many": ("if direct * BLOCK_T < length", "if direct * BLOCK_T <= length"),
+    "one tile too many": ("(direct * BLOCK_T < length)", "(direct * BLOCK_T <= length)"),
     "next row's columns": ("logits_row + token", "logits_row + token + 64"),
 }
 
