@@ -58,14 +58,15 @@ def decide(
         profile: whose lengths were timed.
         times: of each candidate, as many rounds of each length.
         beside: the yardstick's: the baseline's times in the same rounds, or one figure for all of them.
-        order: among near-ties the least goes by; simpler configs should be less.
+        order: among near-ties, of those that stand for the baseline if one does, the least goes by; see `preference`.
         baseline: whether the yardstick is the server's kernel, which stays where nothing is faster.
         margin: the share of the baseline's time that the first must be faster by, to stand for it.
     """
     scores = {config: _score(profile, by_length, beside) for config, by_length in times.items()}
     best = min(score for score, _ in scores.values())
     equal = [config for config, (score, _) in scores.items() if score <= best * (1 + TIE)]
-    winner = min(equal, key=order)
+    won = {config for config, (score, spread) in scores.items() if not baseline or 1 - score > max(margin, spread)}
+    winner = min([config for config in equal if config in won] or equal, key=order)
     places = [winner, *sorted((c for c in scores if c != winner), key=lambda c: (scores[c][0], order(c)))]
     second = places[1] if len(places) > 1 else None
     rounds = min(len(one) for by_length in times.values() for one in by_length.values())
@@ -74,7 +75,7 @@ def decide(
         score, spread = scores[config]
         part = Final(
             place=place,
-            won=not baseline or 1 - score > max(margin, spread),
+            won=config in won,
             margin=margin,
             spread=round(spread, 6),
             rounds=rounds,
@@ -84,6 +85,11 @@ def decide(
         )
         found.append(Finalist(config, score, part))
     return found
+
+
+def preference(space: Space, default: Config) -> Callable[[Config], Any]:
+    """The order of near-ties: the default, from which a tie is no reason to depart, then simpler ones."""
+    return lambda config: (config != default, *space.simplicity(config))
 
 
 def _score(profile: Profile, times: ByRound, beside: ByRound) -> tuple[float, float]:
@@ -127,7 +133,8 @@ def hold(
         return
     times, beside = answer.value
     yardstick = beside or {length: [us] for length, us in evaluation.floors.items()}
-    placed = decide(setup.profile, times, yardstick, space.simplicity, baseline is not None)
+    order = preference(space, evaluation.op.default(setup.problem, setup.device))
+    placed = decide(setup.profile, times, yardstick, order, baseline is not None)
     store.add_final(
         [evaluation.timed_again(best[f.config], f.part, f.score, times[f.config], beside, answer) for f in placed]
     )

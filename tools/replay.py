@@ -189,7 +189,8 @@ class Replay:
             ValueError: it found nothing usable.
         """
         header = self.recording.header
-        first = [self.op.default(header.problem, header.device)] if default else []
+        usual = self.op.default(header.problem, header.device)
+        first = [usual] if default else []
         if effort.references:
             first.append(self.op.reference_config(header.problem, header.device))
         evaluator = Replayed(self.recording, seed, in_flight, effort.halving)
@@ -210,7 +211,8 @@ class Replay:
         finalists = sorted(found, key=lambda config: (found[config], config.key))[: effort.finalists]
         times, beside = evaluator.again(finalists, effort.rounds)
         yardstick = beside or {length: [us] for length, us in self.recording.floors.items()}
-        placed = final.decide(header.profile, times, yardstick, self.space.simplicity, bool(beside))
+        order = final.preference(self.space, usual)
+        placed = final.decide(header.profile, times, yardstick, order, bool(beside))
         winner = placed[0].config
         over = self.scores[winner] / self.best
         return Searched(winner, over, placed[0].part.won, len(evaluator.walked), evaluator.launches_us)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from fakes import RESOURCES, make_problem
 
-from dsv4tune.codegen import ops
+from dsv4tune.codegen import devices, ops
 from dsv4tune.codegen.compile import Report
 from dsv4tune.codegen.op import Verdict
 from dsv4tune.codegen.problem import Profile
@@ -53,6 +53,20 @@ def test_near_ties_go_to_the_simpler_whatever_the_noise() -> None:
         times = {B: rounds(8.0, 0.01, seed), A: rounds(8.05, 0.01, seed + 100), C: rounds(9.0)}
         assert decide(PROFILE, times, rounds(10.0), order, True)[0].config == A
     assert decide(PROFILE, {B: rounds(8.0), A: rounds(8.2)}, rounds(10.0), order, True)[0].config == B
+
+
+def test_a_near_tie_does_not_lose_to_the_server_what_the_fastest_wins() -> None:
+    placed = decide(PROFILE, {A: rounds(9.75), B: rounds(9.6), C: rounds(9.65)}, rounds(10.0), order, True)
+    assert [one.config for one in placed] == [B, C, A] and [one.part.won for one in placed] == [True, True, False]
+
+
+def test_the_default_goes_before_simpler_ones() -> None:
+    op, card = ops.get("indexer"), devices.DEVICES["h200"]
+    problem = op.problem(64, card.silicon)
+    space, default = op.space(problem, card), op.default(problem, card)
+    configs = [*space.valid()]
+    first, *others = sorted(configs, key=final.preference(space, default))
+    assert first == default and others == sorted((c for c in configs if c != default), key=space.simplicity)
 
 
 @pytest.mark.parametrize(
