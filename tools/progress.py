@@ -153,11 +153,14 @@ class Terminal(Watcher):
     def __init__(self, console: Console) -> None:
         self.console = console
         self._phase = ""
-        # No thread of rich's own: it would take signals that a starting worker must not meet.
-        self._live = Live(
-            console=console, get_renderable=self._render, auto_refresh=False, transient=True, redirect_stdout=False
-        )
+        self._live = self._picture()
         self._shown = 0.0
+
+    def _picture(self) -> Live:
+        # No thread of rich's own: it would take signals that a starting worker must not meet.
+        return Live(
+            console=self.console, get_renderable=self._render, auto_refresh=False, transient=True, redirect_stdout=False
+        )
 
     def __enter__(self) -> Terminal:
         self._live.start()
@@ -180,6 +183,8 @@ class Terminal(Watcher):
         try:
             yield
         finally:
+            # A new one: the old one would erase as many lines as it had, which are others' now.
+            self._live = self._picture()
             self._live.start()
 
     def show(self) -> None:

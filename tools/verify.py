@@ -190,7 +190,7 @@ class Run:
         try:
             lost = False
             for number, group in enumerate(groups):
-                shown.label = f"verifying {group.setup.problem.label}"
+                shown.label = f"verifying {group.setup.problem.op}, {group.setup.problem.rows} rows"
                 self.watch.show()
                 try:
                     self._compile(groups[number:], pools)
@@ -263,7 +263,6 @@ class Run:
 
     def _measure(self, group: Group, pools: Pools) -> bool:
         """All of a group; False where the time runs out before."""
-        self.watch.phase("timing the server's own kernel")
         setup = fitting(ops.get(group.setup.problem.op), group.setup, pools, self._say)
         baseline, _ = timed_baseline(setup, pools, self._say, others=())
         evaluation = Evaluation(setup, pools, baseline)
