@@ -1,4 +1,7 @@
-"""What a search shows while it runs: phases, the best so far, candidates a second, time left. All of it on stderr."""
+"""What a search shows while it runs: phases, the best so far, candidates a second, time left. All of it on stderr.
+
+A recording and `verify` show their progress by the same means.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ RECENT = 40
 
 @dataclass
 class Problem:
-    """One search under way.
+    """One search under way, or something else that ends piece by piece.
 
     Attributes:
         label: its name on a line.
@@ -37,6 +40,8 @@ class Problem:
         deadline: of ``time.monotonic``, or None.
         under_way: jobs that wait or run, by phase.
         best: the best usable trial, of earlier runs too.
+        what: the word for what ends.
+        race: whether one of them is to be the best.
     """
 
     label: str
@@ -45,6 +50,8 @@ class Problem:
     deadline: float | None
     under_way: Callable[[], dict[str, int]]
     best: Trial | None = None
+    what: str = "trials"
+    race: bool = True
     counts: Counter[str] = field(default_factory=Counter)
     ended: list[float] = field(default_factory=list)
     started: float = field(default_factory=lambda: time.monotonic())
@@ -88,11 +95,17 @@ class Watcher:
         """A candidate ended."""
         if self.problem is None:
             return
-        self.problem.ended.append(time.monotonic())
-        self.problem.counts[trial.status] += 1
         best = self.problem.best
         if trial.status == "ok" and trial.score is not None and (best is None or trial.score < (best.score or 0.0)):
             self.problem.best = trial
+        self.ended(trial.status)
+
+    def ended(self, status: str) -> None:
+        """One of them ended, no matter how well."""
+        if self.problem is None:
+            return
+        self.problem.ended.append(time.monotonic())
+        self.problem.counts[status] += 1
         self.show()
 
     def show(self) -> None:
@@ -101,6 +114,10 @@ class Watcher:
     def end(self) -> None:
         """The problem's candidates are done."""
         self.problem = None
+
+    def aside(self) -> contextlib.AbstractContextManager[object]:
+        """While something is written to stdout, which may be the terminal that this shows itself on."""
+        return contextlib.nullcontext()
 
 
 class Lines(Watcher):
@@ -126,7 +143,8 @@ class Lines(Watcher):
         if now - self._told < LINE_S and not last:
             return
         self._told, self._count = now, len(problem.ended)
-        self._write(f"{count_line(problem)}; {best_line(problem.best)}")
+        best = f"; {best_line(problem.best)}" if problem.race else ""
+        self._write(count_line(problem) + best)
 
 
 class Terminal(Watcher):
@@ -135,11 +153,14 @@ class Terminal(Watcher):
     def __init__(self, console: Console) -> None:
         self.console = console
         self._phase = ""
-        # No thread of rich's own: it would take signals that a starting worker must not meet.
-        self._live = Live(
-            console=console, get_renderable=self._render, auto_refresh=False, transient=True, redirect_stdout=False
-        )
+        self._live = self._picture()
         self._shown = 0.0
+
+    def _picture(self) -> Live:
+        # No thread of rich's own: it would take signals that a starting worker must not meet.
+        return Live(
+            console=self.console, get_renderable=self._render, auto_refresh=False, transient=True, redirect_stdout=False
+        )
 
     def __enter__(self) -> Terminal:
         self._live.start()
@@ -155,6 +176,16 @@ class Terminal(Watcher):
     def phase(self, what: str) -> None:
         self._phase = what
         self._live.refresh()
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        self._live.stop()
+        try:
+            yield
+        finally:
+            # A new one: the old one would erase as many lines as it had, which are others' now.
+            self._live = self._picture()
+            self._live.start()
 
     def show(self) -> None:
         now = time.monotonic()
@@ -173,13 +204,14 @@ class Terminal(Watcher):
         ended = ", ".join(f"{n} {status}" for status, n in problem.counts.items())
         states = Text("  " + "; ".join(part for part in (ended, waiting) if part), style="dim")
         label = Text(problem.label, overflow="ellipsis", no_wrap=True)
-        return Group(label, line, states, Text("  " + best_line(problem.best), style="bold" if problem.best else ""))
+        best = [Text("  " + best_line(problem.best), style="bold" if problem.best else "")] if problem.race else []
+        return Group(label, line, states, *best)
 
 
-def count_line(problem: Problem, what: str = "trials") -> str:
+def count_line(problem: Problem) -> str:
     left = problem.left_s
     left_text = "" if left is None else f", {duration(left)} left"
-    return f"{problem.done}/{problem.trials} {what}, {problem.rate:.1f}/s{left_text}"
+    return f"{problem.done}/{problem.trials} {problem.what}, {problem.rate:.1f}/s{left_text}"
 
 
 def best_line(best: Trial | None) -> str:

@@ -205,7 +205,7 @@ class Recorder:
             known = len(own) - len(todo)
         name = f"pass {number} of {passes}"
         self.watch.phase(name)
-        self._shown = Problem(name, known + len(todo), known, self.deadline, self.pools.under_way)
+        self._shown = Problem(name, known + len(todo), known, self.deadline, self.pools.under_way, what="configs")
         self._told = time.monotonic()
         waiting, self._open = deque(todo), 0
         while waiting or self._open:
@@ -283,7 +283,7 @@ class Recorder:
         self._shown.ended.append(now)
         if now - self._told > LINE_S or self._shown.done == self._shown.trials:
             self._told = now
-            self.watch.say(f"{self._shown.label}: {count_line(self._shown, 'configs')}")
+            self.watch.say(f"{self._shown.label}: {count_line(self._shown)}")
 
 
 def _judged(record: Record, answer: Answer) -> Record:

@@ -316,20 +316,23 @@ def _repeats(trial: Trial, evaluation: Evaluation, op: Op[Any, Any], problem: Pr
         return False
     measured = evaluation.pools.on_gpu
     return (
-        trial.source_sha == sha
+        trial.answers(sha, Range(**evaluation.setup.profile.to_json()), evaluation.environment.triton)
         and trial.provenance == ("measured" if measured else "predicted")
-        and trial.range.model_dump() == evaluation.setup.profile.to_json()
-        and trial.environment.triton == evaluation.environment.triton
         # One that was timed without the baseline is timed again once that is installed.
         and (trial.status != "ok" or trial.yardstick == evaluation.yardstick)
     )
+
+
+class TooLarge(ValueError):
+    """Not even the shortest live length of a problem fits the GPU's free memory."""
 
 
 def fitting(op: Op[Any, Any], setup: Setup, pools: Pools, say: Say) -> Setup:
     """The setup with the lengths that fit the GPU's free memory.
 
     Raises:
-        ValueError: not even the shortest does.
+        TooLarge: none does.
+        ValueError: the GPU can't be used.
     """
     answers = pools.judges.ask_each(measure.memory_job)
     for answer in answers:
@@ -343,7 +346,7 @@ def fitting(op: Op[Any, Any], setup: Setup, pools: Pools, say: Say) -> Setup:
         return setup
     if not kept:
         least = min(needs.values())
-        raise ValueError(f"measuring {setup.problem.label} takes {least} B of GPU memory, {free} B are free")
+        raise TooLarge(f"measuring {setup.problem.label} takes {least} B of GPU memory, {free} B are free")
     for n in needs.keys() - {n for n, _ in kept}:
         say(f"live length {n} left out: {needs[n]} B of GPU memory needed, {free} B free")
     lengths, weights = zip(*kept, strict=True)

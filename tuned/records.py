@@ -206,6 +206,11 @@ class Trial(Record):
         """Whether it was measured by this database's own searches."""
         return self.provenance == "measured" and not self.imported
 
+    def answers(self, source_sha: str, over: Range, triton: str) -> bool:
+        """Whether it is of this kernel's text over this range, by this Triton: what trying its config would tell."""
+        mine = self.source_sha, self.range.model_dump(), self.environment.triton
+        return mine == (source_sha, over.model_dump(), triton)
+
 
 class Tried(Record):
     """What a trial says of its config alone, for readers of very many; fields as in `Trial`."""

@@ -16,7 +16,7 @@ from dsv4tune.codegen.op import Verdict
 from dsv4tune.codegen.space import Config, Space
 from dsv4tune.tools import evaluate, record
 from dsv4tune.tools.evaluate import Pools
-from dsv4tune.tools.executor import Answer, Executor, Job, Seat
+from dsv4tune.tools.executor import Answer, Executor, Job, Seat, Unusable
 from dsv4tune.tools.measure import Compiled, Setup, Timed
 from dsv4tune.tuned.records import Baseline
 
@@ -39,7 +39,7 @@ class Inline(Executor):
         return len(self._jobs)
 
     def _free(self) -> Iterable[int]:
-        return () if self._jobs else (0,)
+        return () if self._jobs or not self._open() else (0,)
 
     def _start(self, number: int, job: Job) -> None:
         self._jobs.append(job)
@@ -57,12 +57,14 @@ class Inline(Executor):
                 answer = Answer(job.tag, "ok", job.function(*job.arguments))
             except TimeoutError as error:
                 answer = Answer(job.tag, "timeout", reason=str(error))
+            except Unusable as error:
+                answer = Answer(job.tag, "unusable", reason=str(error))
             except Exception as error:
                 answer = Answer(job.tag, "raised", reason=first_line(error))
             found.append(self._settle(0, job, answer))
         self._jobs.clear()
         self._start_queued()
-        return [answer for answer in found if answer is not None]
+        return self._with_lost([answer for answer in found if answer is not None])
 
     def close(self) -> None:
         self._queue.clear()

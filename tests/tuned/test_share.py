@@ -18,7 +18,6 @@ from typer.testing import CliRunner
 
 from dsv4tune.codegen import ops
 from dsv4tune.codegen.space import Config
-from dsv4tune.tools import verify
 from dsv4tune.tools.cli import app
 from dsv4tune.tuned import files, share
 from dsv4tune.tuned.records import Entry, Environment, Trial
@@ -275,46 +274,6 @@ def test_prune_never_takes_a_winner(db: Path) -> None:
     assert run("prune", "--db", db, "--yes").exit_code == 0
     assert Store(db, create=False).total() == 6 and [best(db, rows) for rows in (8, 16, 64)] == before
     assert run("prune", "--db", db.with_name("none.db")).exit_code == 2
-
-
-# -- verify -----------------------------------------------------------------------------------------------------
-
-
-def test_verify_without_a_gpu_is_a_clear_line(db: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dsv4tune.codegen.devices.here", lambda: None)
-    done = run("verify", export(tmp_path / "a.json", measured(8)), "--db", db)
-    assert done.exit_code == 2 and "verify measures, and there is no GPU here" in done.stderr and not db.exists()
-
-
-def test_verify_marks_what_was_measured_here(db: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dsv4tune.codegen.devices import DEVICES
-
-    monkeypatch.setattr("dsv4tune.codegen.devices.here", lambda: DEVICES["rtx-pro-6000"])
-    file = export(tmp_path / "a.json", measured(8, 1.9), measured(16, 1.9))
-    run("import", file, "--yes", "--db", db)
-    assert not best(db).here
-
-    def measure(setup: Any, entries: Any, say: Any) -> Any:
-        for entry in entries:
-            bad: dict[str, Any] = {"status": "wrong", "reason": "row 3"}
-            wrong = setup.problem.rows == 16
-            yield entry, measured(setup.problem.rows, 1.3, **(bad if wrong else {}))
-
-    lines: list[str] = []
-    results = verify.verify(str(file), db, EVERYTHING, lines.append, measure)
-    assert {r.problem_key: r.status for r in results} == {
-        measured(8).problem_key: "ok",
-        measured(16).problem_key: "wrong",
-    }
-    assert best(db).here and best(db).score == 1 / 1.3
-    store = Store(db, create=False)
-    # What is wrong here is not followed any more; it stays in the history.
-    assert store.best(measured(16).problem_key) is None and store.total() == 4
-    assert any("verified here: row 3" in trial.reason for trial in store.trials())
-    monkeypatch.setattr("dsv4tune.codegen.devices.here", lambda: DEVICES["h200"])
-    with pytest.raises(ValueError, match="nothing to verify on the h200 here"):
-        verify.verify(str(file), db, EVERYTHING, lines.append, measure)
-    assert "2 entries are for other silicon" in lines[-1]
 
 
 # -- the format -------------------------------------------------------------------------------------------------

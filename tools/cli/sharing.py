@@ -11,15 +11,18 @@ import typer
 from dsv4tune.codegen.words import counted
 from dsv4tune.tools.cli.options import (
     AsJson,
+    Budget,
     Db,
     OneDevice,
     OneKernel,
     OneTarget,
+    Quiet,
     Words,
     Yes,
     confirmed,
     database,
     only,
+    read_duration,
     reading,
     say,
 )
@@ -188,7 +191,10 @@ def verify_command(
     ] = None,
     kernel: OneKernel = None,
     problem: Words = None,
+    again: Annotated[bool, typer.Option(help="Measure those too that were found right here before.")] = False,
+    budget: Budget = None,
     db: Db = None,
+    quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
     """Compile, check and time entries again on the GPU here.
@@ -196,17 +202,39 @@ def verify_command(
     What holds is stored as measured here. Entries of other silicon are left out. One that is wrong here is not followed
     any more; it stays in the history.
 
-    Exit status: 0 all that could be tried hold, 1 one doesn't, 2 without a GPU or for bad input.
-    """
-    from dsv4tune.tools import verify
+    Each is told and stored when it ends: after --budget or Ctrl-C the same command goes on with those that are left.
+    What this database's own runs found right, with the kernel's present source, over the entry's range and by the
+    Triton that runs here, is told and not measured again. --again measures all anew, as after a new driver or once the
+    server's kernel is installed.
 
-    results = reading(lambda: verify.verify(file, database(db), only(kernel, None, None, problem), say))
+    Exit status: 0 all hold, 1 one doesn't, could not be tried or was not come to, 2 without a GPU or for bad input.
+    """
+    from dsv4tune.tools import progress, verify
+
+    def work() -> verify.Outcome:
+        request = verify.Request(
+            place=file,
+            db=database(db),
+            only=only(kernel, None, None, problem),
+            again=again,
+            budget_s=None if budget is None else read_duration(budget),
+        )
+        with progress.watching(quiet, say) as watch:
+            return verify.verify(request, watch, lambda result: watch.say(str(result)) if as_json else echo(result))
+
+    def echo(result: verify.Verified) -> None:
+        typer.echo(str(result))
+
+    outcome = reading(work)
     if as_json:
-        typer.echo(json.dumps({"results": [asdict(result) for result in results]}))
-    else:
-        for result in results:
-            typer.echo(str(result))
-    if any(result.status != "ok" for result in results):
+        typer.echo(json.dumps(asdict(outcome)))
+    elif outcome.status != "complete":
+        done = f"{len(outcome.results)} of {counted(outcome.entries, 'entry', 'entries')} done"
+        rest = "the same command goes on with the others"
+        if again:
+            rest = "without --again the same command leaves out what was found right"
+        typer.echo(f"{outcome.status}: {done}; {rest}")
+    if not outcome.holds:
         raise typer.Exit(1)
 
 
