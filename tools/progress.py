@@ -185,7 +185,7 @@ class Terminal(Watcher):
         finally:
             # A new one: the old one would erase as many lines as it had, which are others' now.
             self._live = self._picture()
-            self._live.start()
+            self._live.start(refresh=True)
 
     def show(self) -> None:
         now = time.monotonic()

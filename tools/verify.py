@@ -238,7 +238,7 @@ class Run:
         return list(groups.values())
 
     def _known(self, entry: Entry, source_sha: str) -> Trial | None:
-        """The latest word on it here, of this kernel's text over its range by this Triton, where that finds it right."""
+        """The latest word on it here, of this kernel's text over its range by this Triton, if that finds it right."""
         triton = triton_version()
         found = None
         for trial in self.store.trials(entry.problem_key):

@@ -406,9 +406,8 @@ def refuse(problem: IndexerProblem, device: Device, config: Config) -> Refusal:
         return "programs_per_sm belongs to the persistent and hybrid schedules, which need it"
     if schedule in ("persistent", "hybrid") and rows > MAX_SCANNED_ROWS:
         return f"{rows} rows: the scan of all lengths serves up to {MAX_SCANNED_ROWS}"
-    if schedule == "hybrid":
-        if rows > sms * per_sm:
-            return f"{rows} rows are more than the {sms * per_sm} resident programs: none would take a second tile"
+    if schedule == "hybrid" and rows > sms * per_sm:
+        return f"{rows} rows are more than the {sms * per_sm} resident programs: none would take a second tile"
     if schedule == "split":
         if rows * splits > 8 * max(sms, rows):
             return f"{rows * splits} programs are more than 8 for each of {sms} SMs and of {rows} rows"

@@ -128,7 +128,7 @@ def file(tmp_path: Path) -> Path:
 
 def export(path: Path, *trials: Trial) -> Path:
     entries = [Entry.of(trial) for trial in trials]
-    files.write(str(path), files.text_of(sorted(entries, key=lambda e: e.problem["rows"])))
+    files.write(str(path), files.text_of(sorted(entries, key=lambda e: str(e.problem["rows"]).zfill(4))))
     return path
 
 
@@ -145,7 +145,9 @@ def statuses(outcome: Outcome) -> list[str]:
 
 def stored(db: Path) -> list[tuple[Any, str]]:
     store = Store(db, create=False)
-    found = [(trial.problem["rows"], trial.status) for trial in store.trials() if not trial.imported]
+    found: list[tuple[Any, str]] = [
+        (trial.problem["rows"], trial.status) for trial in store.trials() if not trial.imported
+    ]
     store.close()
     return found
 
@@ -425,6 +427,7 @@ def test_results_do_not_run_into_the_bar_of_a_terminal(
 ) -> None:
     """Where stdout is the terminal that the bar is drawn on, the bar is gone while a line is written."""
     monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setattr(progress, "REFRESH_S", 0.0)
     out = io.StringIO()
     with progress.Terminal(Console(file=out, force_terminal=True, width=160)) as terminal:
         run(gpu, file, db, terminal, lambda result: out.write(f"{result}\n"))

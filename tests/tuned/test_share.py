@@ -21,7 +21,7 @@ from dsv4tune.codegen.space import Config
 from dsv4tune.tools.cli import app
 from dsv4tune.tuned import files, share
 from dsv4tune.tuned.records import Entry, Environment, Trial
-from dsv4tune.tuned.store import EVERYTHING, Filter, Store
+from dsv4tune.tuned.store import Filter, Store
 
 DATA = Path(__file__).parents[1] / "data" / "share"
 HERE = Environment(dsv4tune="0", triton="3.9.0", ptxas="13.0", torch="2.13.0")
