@@ -33,6 +33,7 @@ test-oldest: .venv-oldest/.installed
 test-sglang: .venv-sglang/.installed
 	TRITON_INTERPRET=1 PYTHONPATH=tests/sglang/stubs .venv-sglang/bin/python -W ignore -m pytest -W ignore \
 	    tests/sglang $(ARGS)
+	PYTHONPATH=tests/sglang/stubs .venv-sglang/bin/python -W ignore -m pytest -W ignore tests/sglang/test_gpu_capture.py
 
 .venv-sglang/.installed: pyproject.toml tests/sglang/requirements.txt
 	$(PYTHON) -m venv .venv-sglang

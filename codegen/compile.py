@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
@@ -105,19 +106,24 @@ def compile_source(source: Source, arguments: Mapping[str, Sequence[Argument]], 
     started = time.perf_counter()
     try:
         module = source.load()
-        compiled = {name: _compile(module, name, taken, silicon) for name, taken in arguments.items()}
+        compiled = {name: _compile(source, module, name, taken, silicon) for name, taken in arguments.items()}
     except Exception as error:
         raise CompileError(first_line(error)) from error
     return Kernel(source, compiled, time.perf_counter() - started)
 
 
-def _compile(module: ModuleType, name: str, arguments: Sequence[Argument], silicon: Silicon) -> Any:
+def _compile(source: Source, module: ModuleType, name: str, arguments: Sequence[Argument], silicon: Silicon) -> Any:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
     function = getattr(module, name)
+    # For the key of its cache Triton would read the syntax trees of the kernel and of all that it calls, which takes
+    # longer than all else where the cache has it. A rendered module calls nothing outside but Triton's own functions,
+    # whose release is in the key anyway.
+    with contextlib.suppress(AttributeError):  # it is no public name
+        function.hash = f"{source.sha} {name}"
     divisible = {(i,): [["tt.divisibility", 16]] for i, a in enumerate(arguments) if a.aligned}
     signature = {a.name: a.type for a in arguments}
     if isinstance(function, GluonJITFunction):

@@ -22,7 +22,7 @@ from typing import Any
 
 import dsv4tune
 from dsv4tune.codegen import ops
-from dsv4tune.codegen.compile import Report, cache_environment, compile_config, ptxas_version
+from dsv4tune.codegen.compile import Kernel, Report, cache_environment, compile_config, ptxas_version
 from dsv4tune.codegen.problem import Problem
 from dsv4tune.codegen.render import Source, cache_folder, render
 from dsv4tune.codegen.space import Config
@@ -54,15 +54,28 @@ def our_cache() -> Iterator[None]:
     from triton import knobs
 
     with knobs.cache.scope():
-        knobs.cache.dir = cache_environment()["TRITON_CACHE_DIR"]
+        knobs.cache.dir = str(_triton_folder())
         yield
 
 
 def known_report(job: Job) -> Report | None:
-    """The report of a compile that this machine has done with this Triton and ptxas."""
-    with contextlib.suppress(OSError, ValueError, TypeError):
-        return Report(**json.loads(_record(job).read_bytes()))
+    """The report of a compile that this machine has done with this Triton and ptxas, if Triton's cache still has it."""
+    with contextlib.suppress(OSError, ValueError, TypeError, LookupError):
+        known = json.loads(_record(job).read_bytes())
+        # Who launches it would compile it in the server's own process otherwise, one text after another.
+        if all(_triton_folder().joinpath(file).is_file() for file in known["files"]):
+            return Report(**known["report"])
     return None
+
+
+def _triton_folder() -> Path:
+    return Path(cache_environment()["TRITON_CACHE_DIR"])
+
+
+def _files(kernel: Kernel) -> list[str]:
+    """A kernel's files in Triton's cache, relative to it."""
+    groups = [one.metadata_group.values() for one in kernel.compiled.values()]
+    return [os.path.join(*Path(path).parts[-2:]) for group in groups for path in group]
 
 
 def _record(job: Job) -> Path:
@@ -87,12 +100,12 @@ def compile_here(problem: Problem, config: Config) -> Report:
         if known is not None:
             return known
         with our_cache():
-            report = compile_config(ops.get(problem.op), problem, config).report
+            kernel = compile_config(ops.get(problem.op), problem, config)
         handle, temporary = tempfile.mkstemp(dir=record.parent, suffix=".tmp")
         with os.fdopen(handle, "w") as f:
-            json.dump(report.to_json(), f)
+            json.dump({"report": kernel.report.to_json(), "files": _files(kernel)}, f)
         os.replace(temporary, record)
-        return report
+        return kernel.report
 
 
 def compile_all(jobs: Sequence[Job], processes: int = 0, limit_s: float = LIMIT_S) -> dict[str, Outcome]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -54,6 +55,21 @@ def test_the_gluon_templates_compile_without_spills(
             assert report.spill_bytes == 0 and report.native_fp8, (config, report)
             assert report.refusal(card.silicon) is None
     assert len(seen) == (decode if rows == 64 else prompts)
+
+
+def test_what_the_cache_has_is_known_by_its_text(
+    indexer: Indexer, problem: IndexerProblem, card: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that loads a text again reads no syntax tree and compiles nothing; another text is another kernel."""
+    configs = [indexer.reference_config(problem, card).with_(block_t=block) for block in (64, 128)]
+    first = [compile_config(indexer, problem, config) for config in configs]
+    for kernel in first:
+        del sys.modules[f"dsv4tune_rendered.{kernel.source.name}"]
+    for where in ("triton.runtime.jit.DependenciesFinder.visit", "triton.compiler.ASTSource.make_ir"):
+        monkeypatch.setattr(where, lambda *_, **__: pytest.fail("it was read or compiled again"))
+    again = [compile_config(indexer, problem, config) for config in configs]
+    codes = [[kernel.code for kernel in kernels] for kernels in (first, again)]
+    assert codes[0] == codes[1] and codes[0][0] != codes[0][1]
 
 
 def test_too_much_shared_memory_is_refused_with_the_number(

@@ -25,12 +25,15 @@ RESOURCES = Resources(
 )
 
 
-def make_problem(rows: int = 64, device: str = "rtx-pro-6000") -> tuple[Problem, Device]:
-    card = DEVICES[device]
+def make_problem(rows: int = 64, device: str | Device = "rtx-pro-6000") -> tuple[Problem, Device]:
+    """`device` is a card, or the word for one in the project's table."""
+    card = DEVICES[device] if isinstance(device, str) else device
     return ops.get("indexer").problem(rows, card.silicon), card
 
 
-def make_trial(config: Config | None = None, rows: int = 64, device: str = "rtx-pro-6000", **changes: Any) -> Trial:
+def make_trial(
+    config: Config | None = None, rows: int = 64, device: str | Device = "rtx-pro-6000", **changes: Any
+) -> Trial:
     problem, card = make_problem(rows, device)
     config = config or ops.get("indexer").default(problem, card)
     values: dict[str, Any] = {

@@ -13,6 +13,7 @@ from fakes import RESOURCES, make_trial
 from dsv4tune.codegen import ops
 from dsv4tune.codegen.compile import Report
 from dsv4tune.codegen.devices import DEVICES as DEVICES
+from dsv4tune.codegen.devices import Device
 from dsv4tune.codegen.ops import indexer_check, mla_decode_check
 from dsv4tune.codegen.ops.indexer import IndexerProblem
 from dsv4tune.codegen.ops.indexer_call import IndexerCall
@@ -20,6 +21,7 @@ from dsv4tune.codegen.ops.mla_decode import LOG2_E
 from dsv4tune.codegen.ops.mla_decode_call import MlaDecodeCall, MlaDecodeProblem
 from dsv4tune.codegen.problem import Problem, Silicon
 from dsv4tune.codegen.space import Config
+from dsv4tune.runtime import targets
 from dsv4tune.runtime.compilers import Job, Outcome
 from dsv4tune.tuned.records import Baseline
 from dsv4tune.tuned.store import Store
@@ -96,23 +98,24 @@ class FakeMachine:
 # -- what was tuned ---------------------------------------------------------------------------------------------
 
 
-def problem_of(kernel: str, rows: int = ROWS) -> Problem:
+def problem_of(kernel: str, rows: int = ROWS, card: Device = CARD) -> Problem:
     options = {"heads": HEADS, "extra_page_size": 64, "extra_width": 512} if kernel == "mla_decode" else {}
-    return ops.get(kernel).problem(rows, CARD.silicon, **options)  # type: ignore[no-any-return]
+    return ops.get(kernel).problem(rows, card.silicon, **options)  # type: ignore[no-any-return]
 
 
-def config_of(kernel: str, rows: int = ROWS) -> Config:
-    return ops.get(kernel).reference_config(problem_of(kernel, rows), CARD)
+def config_of(kernel: str, rows: int = ROWS, card: Device = CARD) -> Config:
+    return ops.get(kernel).reference_config(problem_of(kernel, rows, card), card)
 
 
-def write_entry(path: Path, kernel: str = "indexer", rows: int = ROWS, **changes: Any) -> None:
+def write_entry(path: Path, kernel: str = "indexer", rows: int = ROWS, card: Device = CARD, **changes: Any) -> None:
     """A trial that a server of this card takes: measured, and faster than the kernel that it would run."""
-    problem = problem_of(kernel, rows)
-    theirs = {"indexer": "tilelang", "mla_decode": "flashinfer"}[kernel]
+    problem = problem_of(kernel, rows, card)
+    theirs = targets.baselines(card.silicon.arch)[kernel]
     values = {
+        "device": card,
         "problem": problem.to_json(),
         "problem_key": problem.key,
-        "config": dict(config_of(kernel, rows)),
+        "config": dict(config_of(kernel, rows, card)),
         "provenance": "measured",
         "score": 0.9,
         "yardstick": theirs,
