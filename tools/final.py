@@ -25,6 +25,8 @@ from dsv4tune.tuned.store import Store
 
 #: The share of the server's time that a winner must be faster by, and that by which near-ties may differ.
 MARGIN, TIE = 0.03, 0.02
+#: By how much the default may be slower than the fastest and stay.
+STAY = 0.01
 
 #: Microseconds of one launch in each round, by live length.
 ByRound = Mapping[int, Sequence[float]]
@@ -51,6 +53,7 @@ def decide(
     order: Callable[[Config], Any],
     baseline: bool,
     margin: float = MARGIN,
+    default: Config | None = None,
 ) -> list[Finalist]:
     """Who goes by, first; the others by their scores.
 
@@ -58,15 +61,20 @@ def decide(
         profile: whose lengths were timed.
         times: of each candidate, as many rounds of each length.
         beside: the yardstick's: the baseline's times in the same rounds, or one figure for all of them.
-        order: among near-ties, of those that stand for the baseline if one does, the least goes by; see `preference`.
+        order: among near-ties, of those that stand for the baseline if one does, the least goes by; simpler configs
+            should be less.
         baseline: whether the yardstick is the server's kernel, which stays where nothing is faster.
         margin: the share of the baseline's time that the first must be faster by, to stand for it.
+        default: goes by where it is a near-tie within `STAY`, which is no reason to depart from it. More would make
+            searches disagree about one that is slower by a little more than a near-tie.
     """
     scores = {config: _score(profile, by_length, beside) for config, by_length in times.items()}
     best = min(score for score, _ in scores.values())
     equal = [config for config, (score, _) in scores.items() if score <= best * (1 + TIE)]
     won = {config for config, (score, spread) in scores.items() if not baseline or 1 - score > max(margin, spread)}
-    winner = min([config for config in equal if config in won] or equal, key=order)
+    equal = [config for config in equal if config in won] or equal
+    stays = default in equal and scores[default][0] <= best * (1 + STAY)
+    winner = default if default is not None and stays else min(equal, key=order)
     places = [winner, *sorted((c for c in scores if c != winner), key=lambda c: (scores[c][0], order(c)))]
     second = places[1] if len(places) > 1 else None
     rounds = min(len(one) for by_length in times.values() for one in by_length.values())
@@ -85,11 +93,6 @@ def decide(
         )
         found.append(Finalist(config, score, part))
     return found
-
-
-def preference(space: Space, default: Config) -> Callable[[Config], Any]:
-    """The order of near-ties: the default, from which a tie is no reason to depart, then simpler ones."""
-    return lambda config: (config != default, *space.simplicity(config))
 
 
 def _score(profile: Profile, times: ByRound, beside: ByRound) -> tuple[float, float]:
@@ -133,8 +136,8 @@ def hold(
         return
     times, beside = answer.value
     yardstick = beside or {length: [us] for length, us in evaluation.floors.items()}
-    order = preference(space, evaluation.op.default(setup.problem, setup.device))
-    placed = decide(setup.profile, times, yardstick, order, baseline is not None)
+    default = evaluation.op.default(setup.problem, setup.device)
+    placed = decide(setup.profile, times, yardstick, space.simplicity, baseline is not None, default=default)
     store.add_final(
         [evaluation.timed_again(best[f.config], f.part, f.score, times[f.config], beside, answer) for f in placed]
     )

@@ -211,8 +211,7 @@ class Replay:
         finalists = sorted(found, key=lambda config: (found[config], config.key))[: effort.finalists]
         times, beside = evaluator.again(finalists, effort.rounds)
         yardstick = beside or {length: [us] for length, us in self.recording.floors.items()}
-        order = final.preference(self.space, usual)
-        placed = final.decide(header.profile, times, yardstick, order, bool(beside))
+        placed = final.decide(header.profile, times, yardstick, self.space.simplicity, bool(beside), default=usual)
         winner = placed[0].config
         over = self.scores[winner] / self.best
         return Searched(winner, over, placed[0].part.won, len(evaluator.walked), evaluator.launches_us)

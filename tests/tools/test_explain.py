@@ -36,8 +36,8 @@ def test_the_issues_own_example() -> None:
 
 
 def test_rows_between_two_that_were_measured() -> None:
-    (found,) = results("--rows", "8", "--kernel", "indexer", *H200)
-    assert found["chosen"] is not None and str(found["why"]).startswith("the same config at 1 and 16 rows")
+    (found,) = results("--rows", "20", "--kernel", "indexer", *H200)
+    assert found["chosen"] is not None and str(found["why"]).startswith("the same config at 16 and 24 rows")
 
 
 def test_why_not(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from fakes import RESOURCES, make_problem
 
-from dsv4tune.codegen import devices, ops
+from dsv4tune.codegen import ops
 from dsv4tune.codegen.compile import Report
 from dsv4tune.codegen.op import Verdict
 from dsv4tune.codegen.problem import Profile
@@ -60,13 +60,14 @@ def test_a_near_tie_does_not_lose_to_the_server_what_the_fastest_wins() -> None:
     assert [one.config for one in placed] == [B, C, A] and [one.part.won for one in placed] == [True, True, False]
 
 
-def test_the_default_goes_before_simpler_ones() -> None:
-    op, card = ops.get("indexer"), devices.DEVICES["h200"]
-    problem = op.problem(64, card.silicon)
-    space, default = op.space(problem, card), op.default(problem, card)
-    configs = [*space.valid()]
-    first, *others = sorted(configs, key=final.preference(space, default))
-    assert first == default and others == sorted((c for c in configs if c != default), key=space.simplicity)
+def test_the_default_stays_where_it_is_as_good_as_the_fastest() -> None:
+    for us, winner in ((8.0, B), (8.07, B), (8.12, A), (8.3, A)):
+        times = {A: rounds(8.05), B: rounds(us), C: rounds(8.0)}
+        assert decide(PROFILE, times, rounds(10.0), order, True, default=B)[0].config == winner
+    # One that was not timed again, or does not stand for the server's kernel, changes nothing.
+    assert decide(PROFILE, {C: rounds(8.0)}, rounds(10.0), order, True, default=B)[0].config == C
+    times = {A: rounds(9.65), B: rounds(9.71), C: rounds(9.65)}
+    assert decide(PROFILE, times, rounds(10.0), order, True, default=B)[0].config == A
 
 
 @pytest.mark.parametrize(
