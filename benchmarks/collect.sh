@@ -52,8 +52,10 @@ recordings() {
 
 captured() {
     step captured.json 900 "${dsv4tune[@]}" search --kernel indexer --rows captured --effort quick --db "$out/captured.db" --json
-    step captured_mla.json 900 "${dsv4tune[@]}" search --kernel mla_decode --heads 8 --rows captured --effort quick \
-        --db "$out/captured.db" --json
+    for cache in c4 c128 none; do
+        step "captured_mla_$cache.json" 400 "${dsv4tune[@]}" search --kernel mla_decode --heads 8 --cache $cache \
+            --rows captured --effort quick --trials 12 --db "$out/captured.db" --json
+    done
 }
 
 # Repeated searches agree: the same problem on two fresh databases, with other seeds.
