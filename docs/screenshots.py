@@ -20,6 +20,7 @@ CONTEXT = 1 << 20
 #: File, width of the window, dark or not, what of the page: the element at the top, and the picture's height.
 PICTURES = (
     ("report.png", 1280, False, "header", 1010),
+    ("report-problems.png", 1280, False, "#indexer-nvidia-h200 h3:has-text('Problems')", 760),
     ("report-times.png", 1280, True, "#indexer-nvidia-h200 h3:has-text('Time against')", 960),
     ("report-search.png", 1280, False, "#indexer-nvidia-h200 h3:has-text('Search')", 1180),
     ("report-phone.png", 390, True, "header", 1000),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,24 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_bench(folder / "bench.json")
     out = folder / "report.html"
     report("--db", folder / "tuned.db", "--bench", folder / "bench.json", "-o", out)
+    return out
+
+
+#: Row counts as a server captures them.
+CAPTURED = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16))
+
+
+@pytest.fixture(scope="module")
+def crowded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A report of a search of all captured sizes: one loses at its longest length, of one more nothing is usable."""
+    folder = tmp_path_factory.mktemp("crowded")
+    write_searches(folder / "tuned.db", rows=CAPTURED, trials=4, slower=(144,))
+    write_searches(folder / "tuned.db", rows=CAPTURED[:10], trials=40)
+    store = Store(folder / "tuned.db")
+    store.add(make_trial(rows=3, status="wrong", score=None, error=0.5))
+    store.close()
+    out = folder / "report.html"
+    report("--db", folder / "tuned.db", "-o", out)
     return out
 
 
@@ -69,6 +87,19 @@ def test_an_empty_database_still_shows_what_is_shipped(tmp_path: Path, monkeypat
     result = report("-o", tmp_path / "report.html")
     assert "no database at" in result.stderr and result.stdout.startswith("wrote ")
     assert "indexer on NVIDIA H200" in text_of(tmp_path / "report.html")
+    # All caches of the server's own heads, then of the next number of heads: alike stands together.
+    part = (tmp_path / "report.html").read_text("utf-8").partition('<section id="mla-decode-nvidia-h200">')[2]
+    heads = [int(n) for n in re.findall(r"<summary><b>(\d+) heads", part.partition("</section>")[0])]
+    assert heads == sorted(heads) and heads.count(8) == 3 and len(set(heads)) > 1
+
+
+def test_of_many_row_counts_losers_and_gaps_are_named(crowded: Path) -> None:
+    text = text_of(crowded)
+    assert "Slower than the server's own kernel at some length, by rows (1): 144" in text
+    assert "Nothing usable found, by rows (1): 3" in text and "nothing usable in 1 trials" in text
+    for name in ("144 rows", "3 rows"):
+        (place,) = re.findall(f'<tr id="([^"]+)"><td><button[^>]*>{name}<', crowded.read_text("utf-8"))
+        assert f'href="#{place}"' in crowded.read_text("utf-8")
 
 
 def test_a_problem_without_a_usable_trial(tmp_path: Path) -> None:
@@ -160,6 +191,24 @@ def test_gaps_are_filled_by_few_searches() -> None:
     )
 
 
+def test_cards_of_many_row_counts_span_them() -> None:
+    def rows(cards: page.Cards) -> tuple[list[int], list[int]]:
+        return [card.rows for card in cards.fixed], [card.rows for card in cards.picks]
+
+    def made(counts: Sequence[int]) -> list[page.Card]:
+        return [page.Card(count, "", None) for count in counts]
+
+    assert rows(page._cards(made(range(1, 9)))) == ([*range(1, 9)], [])
+    prompt = page.Card(4096, "", None, prompt=True)
+    many = page._cards([*made(CAPTURED), prompt])
+    assert rows(many)[0] == [1, 4, 16, 64, 256], "every second doubling"
+    assert many.picked is not None and many.picked.rows == 512, "the last decode, no prompt"
+    assert sorted([*rows(many)[0], *rows(many)[1]]) == [*CAPTURED, 4096], "each in one place"
+    assert rows(page._cards(made(CAPTURED), 1))[0] == []
+    alike = page._cards(made([64] * 9))
+    assert rows(alike) == ([], [64] * 9) and alike.picked is alike.picks[0]
+
+
 def test_figures_have_three_digits() -> None:
     shown = [page._us(v) for v in (None, 0.0056, 0.5, 3.456, 45.67, 12345.6)]
     assert shown == ["\N{EN DASH}", "0.006", "0.50", "3.46", "45.7", "12,346"]
@@ -170,7 +219,8 @@ def test_figures_have_three_digits() -> None:
 
 
 @pytest.fixture(scope="module")
-def drawn(made: Path) -> Iterator[Any]:
+def opened() -> Iterator[Any]:
+    """Opens a file in a window of its own."""
     if importlib.util.find_spec("playwright") is None:
         pytest.skip("needs Playwright")
     import browser
@@ -178,7 +228,12 @@ def drawn(made: Path) -> Iterator[Any]:
     if browser.chromium() is None:
         pytest.skip("needs Chromium: apt-get install chromium")
     with browser.launched() as chromium:
-        yield lambda **options: browser.visit(chromium, made, **options)
+        yield lambda file, **options: browser.visit(chromium, file, **options)
+
+
+@pytest.fixture
+def drawn(opened: Any, made: Path) -> Any:
+    return lambda **options: opened(made, **options)
 
 
 @pytest.mark.slow
@@ -188,7 +243,7 @@ def test_a_browser_shows_it_without_complaint(drawn: Any, width: int, dark: bool
     with drawn(width=width, dark=dark) as visit:
         assert visit.complaints == []
         assert visit.overflow() <= 0, "the page is as wide as its window; only tables scroll"
-        charts = visit.page.locator("div.chart")
+        charts = visit.page.locator("div.chart:visible")
         assert charts.count() >= 12
         boxes = charts.evaluate_all(
             "all => all.map(e => e.querySelector('svg.main-svg').getBoundingClientRect().toJSON())"
@@ -210,4 +265,59 @@ def test_it_follows_a_reader_who_turns_dark(drawn: Any) -> None:
     with drawn(width=1280) as visit:
         visit.page.emulate_media(color_scheme="dark")
         expect(visit.page.locator(".ytitle").first).to_have_css("fill", "rgb(230, 237, 243)")
+        assert visit.complaints == []
+
+
+@pytest.mark.slow
+def test_many_row_counts_are_a_page_that_opens_fast(opened: Any, crowded: Path) -> None:
+    with opened(crowded, width=1280) as visit:
+        page = visit.page
+        plots = page.locator("svg.main-svg:first-child")
+        assert page.locator("div.chart").count() > 150 and plots.count() <= 30
+        assert page.evaluate("document.body.scrollHeight") <= 15_000
+        lines = page.locator(".brief > tbody > tr[id]")
+        assert lines.count() == len(CAPTURED) + 1
+        assert max(lines.evaluate_all("all => all.map(e => e.getBoundingClientRect().height)")) < 40, "one line each"
+        assert visit.overflow() <= 0 and visit.complaints == []
+
+
+@pytest.mark.slow
+def test_what_is_folded_opens_by_keyboard(opened: Any, crowded: Path) -> None:
+    with opened(crowded, width=390) as visit:
+        page = visit.page
+        # A row count of one's choice: the chart of the one before makes place.
+        pick = page.locator("h3:has-text('Time against') ~ .grid select.pick").first
+        card = pick.locator("xpath=ancestor::div[@class='card']")
+        assert pick.input_value() == "512 rows" and card.locator("svg.main-svg:first-child").count() == 1
+        pick.focus()
+        page.keyboard.press("ArrowUp")
+        page.wait_for_selector("html[data-drawn]")
+        assert pick.input_value() == "496 rows"
+        seen = card.locator("div.picked:not([hidden]) svg.main-svg").first.bounding_box()
+        assert seen["width"] > 200 and card.locator("div.picked:not([hidden])").count() == 1
+        # A loser's line, and all that is known of it.
+        page.locator("a:text-is('144')").press("Enter")
+        line = page.locator("tr:target")
+        head = page.locator(".bounded > table > thead").bounding_box()
+        assert line.bounding_box()["y"] >= head["y"] + head["height"] - 1, "under the header that stays"
+        line.locator("button").press("Enter")
+        assert line.locator("button").get_attribute("aria-expanded") == "true"
+        below = line.locator("xpath=following-sibling::tr[1]")
+        assert below.is_visible() and "262,208 columns" in below.inner_text()
+        assert visit.overflow() <= 0 and visit.complaints == []
+
+
+@pytest.mark.slow
+def test_a_closed_part_is_drawn_when_it_opens(opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DSV4TUNE_DB", str(tmp_path / "none.db"))
+    report("-o", tmp_path / "report.html", "--kernel", "mla_decode")
+    with opened(tmp_path / "report.html", width=1280) as visit:
+        closed = visit.page.locator("details.family:not([open])").first
+        assert closed.locator("div.chart").count() > 0
+        assert visit.page.locator("details.family:not([open]) svg.main-svg").count() == 0
+        closed.evaluate("e => e.id = 'part'")
+        visit.page.locator("#part summary").press("Enter")
+        visit.page.wait_for_selector("#part svg.main-svg")
+        visit.page.wait_for_selector("html[data-drawn]")
+        assert visit.page.locator("#part svg.main-svg").first.bounding_box()["width"] > 400
         assert visit.complaints == []

@@ -67,6 +67,9 @@ def read_layers(text: str) -> dict[str, int]:
 def steps(sections: Sequence[Section], layers: Mapping[str, int], heads: int) -> list[Step]:
     """A step for each card and row count that some kernel has an entry for, prompts left out.
 
+    Where something was measured on a card, what is only predicted for it is left out: a server keeps its own kernel
+    there, whose time isn't known.
+
     Args:
         layers: by compressed cache.
         heads: of a rank; MLA decodes with others are of other servers.
@@ -77,17 +80,23 @@ def steps(sections: Sequence[Section], layers: Mapping[str, int], heads: int) ->
             served = getattr(one.problem, "heads", heads) == heads or one.problem.op != "mla_decode"
             if one.best is not None and served and not one.range.causal:
                 cards.setdefault((section.device.name, one.problem.rows), []).append(one)
+    measured = {card for (card, _), some in cards.items() if any(_measured(one) for one in some)}
     found = []
-    for (card, rows), studied in sorted(cards.items()):
-        # One part for each kernel and cache: the widest range that was tried, measured before predicted.
+    for (card, rows), some in sorted(cards.items()):
+        studied = [one for one in some if card not in measured or _measured(one)]
+        # One part for each kernel and cache: the widest range that was tried.
         chosen: dict[str, Studied] = {}
-        for one in sorted(studied, key=lambda s: (s.best.provenance == "measured", s.range.width) if s.best else ()):
+        for one in sorted(studied, key=lambda one: one.range.width):
             chosen[part_name(one.problem)] = one
         width = max((one.range.width for one in chosen.values() if one.problem.op == "indexer"), default=32768)
         contexts = tuple(n * 4 for n in (128, 2048, 32768, width) if n <= width)
         parts = [_part(name, one, layers, contexts) for name, one in sorted(chosen.items())]
         found.append(Step(card, rows, tuple(dict.fromkeys(contexts)), tuple(p for p in parts if p.layers)))
     return _complete([step for step in found if step.parts])
+
+
+def _measured(one: Studied) -> bool:
+    return one.best is not None and one.best.provenance == "measured"
 
 
 def _complete(steps: Sequence[Step]) -> list[Step]:

@@ -1,4 +1,5 @@
-// Draws each chart from the JSON beside it, in the page's colours, and again when the reader turns light or dark.
+// Draws each chart that is seen from the JSON beside it, in the page's colours: those of a closed part when it opens,
+// and all again when the reader turns light or dark.
 (() => {
   const charts = [...document.querySelectorAll("div.chart")].map((div) => {
     return { div, text: document.getElementById(div.dataset.figure).textContent };
@@ -18,14 +19,16 @@
     };
     Plotly.react(div, data, dressed, { responsive: true, displayModeBar: false, scrollZoom: false });
   };
+  const dark = window.matchMedia("(prefers-color-scheme: dark)");
   let round = 0;
   const draw = async () => {
     const mine = ++round;
     delete document.documentElement.dataset.drawn;
     for (const chart of charts) {
-      // What lies in a closed part has no width yet: it is drawn when its part opens.
-      if (chart.div.offsetParent === null) continue;
+      // What lies in a closed part has no width yet: it is drawn when its part opens. (offsetParent doesn't tell.)
+      if (chart.div.closest("details:not([open]), [hidden]") || chart.dark === dark.matches) continue;
       drawOne(chart);
+      chart.dark = dark.matches;
       await new Promise((resume) => setTimeout(resume)); // the reader may scroll meanwhile
       if (mine !== round) return;
     }
@@ -33,5 +36,16 @@
   };
   draw();
   document.querySelectorAll("details").forEach((part) => part.addEventListener("toggle", draw));
-  window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+  dark.addEventListener("change", draw);
+  document.querySelectorAll("select.pick").forEach((pick) => pick.addEventListener("change", () => {
+    const cards = pick.closest(".card").querySelectorAll(".picked");
+    cards.forEach((card, at) => { card.hidden = at !== pick.selectedIndex; });
+    draw();
+  }));
+  // A problem's line and, below it, all that is known of it.
+  document.querySelectorAll("button[aria-expanded]").forEach((button) => button.addEventListener("click", () => {
+    const below = button.closest("tr").nextElementSibling;
+    below.hidden = !below.hidden;
+    button.setAttribute("aria-expanded", String(!below.hidden));
+  }));
 })();

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -17,11 +18,19 @@ from dsv4tune import __version__
 from dsv4tune.codegen.space import Config
 from dsv4tune.runtime.wanted import Server
 from dsv4tune.tools import coverage, peers
+from dsv4tune.tools.like import spread
 from dsv4tune.tools.report import budget, collect, knobs, plots
 from dsv4tune.tools.report.budget import Step
 from dsv4tune.tools.report.collect import Bench, Say, Section, Studied
 from dsv4tune.tools.report.plots import Chart
 from dsv4tune.tuned.store import StoreError
+
+#: Problems of one kind that are shown one by one; of more a few are, and the others where the reader asks for them.
+MANY = 8
+#: Cards of one kind that are drawn at once where there are more than `MANY`.
+FEW = 6
+#: Below this share of the server's speed a time is a loss, no noise.
+SLOWER = 0.99
 
 
 @dataclass(frozen=True)
@@ -47,6 +56,29 @@ class Request:
     command: str = ""
 
 
+@dataclass(frozen=True)
+class Card:
+    """What is shown of so many rows under a title: a chart, a step or what is known of knobs."""
+
+    rows: int
+    title: str
+    shown: Any
+    prompt: bool = False
+
+
+@dataclass(frozen=True)
+class Cards:
+    """Cards of one kind: the fixed ones, and one more place in which the reader picks any other.
+
+    Attributes:
+        picked: which of `picks` is seen at first; None where all cards are fixed.
+    """
+
+    fixed: Sequence[Card]
+    picks: Sequence[Card] = ()
+    picked: Card | None = None
+
+
 def render(request: Request, say: Say) -> str:
     """The page's text.
 
@@ -70,10 +102,12 @@ def render(request: Request, say: Say) -> str:
     if not found:
         raise ValueError("nothing to report: run a search first, or name another database with --db")
     views = [_view(section, request, database_read, say) for section in found]
+    steps = budget.steps(found, request.layers, request.heads)
     loader = jinja2.PackageLoader("dsv4tune.tools.report", ".")
     environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
     environment.filters |= {"us": _us, "ratio": _ratio, "tokens": _tokens, "signed": _signed}
     numbers = itertools.count()
+    environment.globals["slower"] = SLOWER
     environment.globals["next_id"] = lambda: f"figure-{next(numbers)}"
     folder = resources.files("dsv4tune.tools.report")
     return environment.get_template("page.html.j2").render(
@@ -84,7 +118,8 @@ def render(request: Request, say: Say) -> str:
         request=request,
         sections=views,
         totals=_totals(views),
-        steps=[_step(one) for one in budget.steps(found, request.layers, request.heads)],
+        steps=_steps(steps),
+        compared={step.compared for step in steps},
         style=folder.joinpath("page.css").read_text(encoding="utf-8"),
         script=folder.joinpath("page.js").read_text(encoding="utf-8"),
         plotly=get_plotlyjs(),
@@ -119,15 +154,20 @@ def _view(section: Section, request: Request, database: Path | None, say: Say) -
     grouped: dict[str, list[Studied]] = {}
     for one in section.studied:
         grouped.setdefault(one.family, []).append(one)
-    # This server's heads first, then more of them.
+    # This server's heads first, then by their number, all caches of one together.
     mine = f"{request.heads} heads"
-    families = sorted(grouped, key=lambda family: (not family.startswith(mine), len(family), family))
+    heads = {family: getattr(some[0].problem, "heads", 0) for family, some in grouped.items()}
+    families = sorted(grouped, key=lambda name: (not name.startswith(mine), heads[name], len(name), name))
+    opened = [name for name in families if name.startswith(mine)] or families[:1]
+    place = f"{section.kernel}-{section.device.name}".lower().replace(" ", "-").replace("_", "-")
     return {
-        "id": f"{section.kernel}-{section.device.name}".lower().replace(" ", "-").replace("_", "-"),
+        "id": place,
         "section": section,
         "server": name,
-        "families": [_family(family, grouped[family], section, name) for family in families],
-        "opened": mine if mine in " ".join(families) else families[0],
+        "families": [
+            _family(family, f"{place}-{at}", grouped[family], section, name) for at, family in enumerate(families)
+        ],
+        "opened": opened[:1] if any(len(grouped[name]) > MANY for name in opened) else opened,
         "strips": coverage.strips(
             section.device.card(), section.kernel, request.server, request.context, database, say
         ),
@@ -135,20 +175,53 @@ def _view(section: Section, request: Request, database: Path | None, say: Say) -
     }
 
 
-def _family(name: str, studied: Sequence[Studied], section: Section, server: str | None) -> dict[str, Any]:
+def _family(name: str, of: str, studied: Sequence[Studied], section: Section, server: str | None) -> dict[str, Any]:
+    """Problems that differ in their row counts alone; `of` begins the ids of their places in the page."""
     benched = [_benched(one, section.benches) for one in studied]
-    problems = [_problem(o, rows) for o, rows in zip(studied, benched, strict=True)]
-    charts = [plots.time_by_length(o, rows, server) for o, rows in zip(studied, benched, strict=True)]
+    problems = [
+        _problem(o, rows) | {"id": f"{of}-{n}"} for n, (o, rows) in enumerate(zip(studied, benched, strict=True))
+    ]
     gains = [1.0 / one.best.score for one in studied if one.best is not None and one.best.baseline is not None]
     return {
         "name": name,
         "problems": problems,
+        "many": len(problems) > MANY,
+        "lengths": sorted({line["length"] for problem in problems for line in problem["lines"]}),
+        "slower": [p for p in problems if any(line["speed"] and line["speed"] < SLOWER for line in p["lines"])],
+        "empty": [problem for problem in problems if problem["one"].best is None],
         "gain": (min(gains), max(gains)) if gains else None,
         "others": list(dict.fromkeys(name for problem in problems for name in problem["others"])),
-        "times": [chart for chart in charts if chart is not None],
-        "histories": [chart for one in studied if (chart := plots.history(one)) is not None],
-        "knobs": [view for one in studied if (view := _knobs(one)) is not None],
+        "times": _cards(
+            _of(studied, [plots.time_by_length(o, r, server) for o, r in zip(studied, benched, strict=True)])
+        ),
+        "histories": _cards(_of(studied, [plots.history(one) for one in studied])),
+        "knobs": _cards(_of(studied, [_knobs(one) for one in studied]), 1),  # each is several charts
     }
+
+
+def _of(studied: Sequence[Studied], shown: Sequence[Any]) -> list[Card]:
+    """What there is of each problem; titled with its columns too where it was tried over several widths."""
+    times = Counter(one.title for one in studied)
+    titles = [one.title + f", {one.range.width:,} columns" * (times[one.title] > 1) for one in studied]
+    return [
+        Card(one.problem.rows, title, what, one.range.causal)
+        for one, title, what in zip(studied, titles, shown, strict=True)
+        if what is not None
+    ]
+
+
+def _cards(cards: Sequence[Card], few: int = FEW) -> Cards:
+    """Of many, so few whose row counts span what there is; the last of them is the one picked at first."""
+    if len(cards) <= MANY:
+        return Cards(cards)
+    decodes = [card for card in cards if not card.prompt] or cards
+    rows = spread([card.rows for card in decodes])
+    few = min(few, len(rows))
+    # Rounded up: of all doublings, every second one from 1 on.
+    chosen = [rows[-(-at * (len(rows) - 1) // (few - 1))] for at in range(few - 1)]
+    fixed = [next(card for card in decodes if card.rows == count) for count in chosen]
+    picks = [card for card in cards if not any(card is one for one in fixed)]
+    return Cards(fixed, picks, next(card for card in picks if card.rows == rows[-1]))
 
 
 def _benched(one: Studied, benches: Sequence[Bench]) -> list[dict[str, Any]]:
@@ -192,7 +265,6 @@ def _knobs(one: Studied) -> dict[str, Any] | None:
         return None
     top = [name for name, share in list(shares.items())[: knobs.SLICES] if share > 0.01]
     return {
-        "title": one.title,
         "trials": len(trials),
         "importances": plots.importances(one.title, {name: s for name, s in shares.items() if s >= 0.005}),
         "slices": [plots.slices(one, name, trials, knobs.values_of(name, trials)) for name in top],
@@ -211,13 +283,18 @@ def _bench(bench: Bench, server: str | None) -> dict[str, Any]:
     return {"bench": bench, "names": names, "lines": lines}
 
 
-def _step(step: Step) -> dict[str, Any]:
-    chart: Chart | None = None
-    if step.compared:
-        before = {part.name: part.before for part in step.parts if part.before is not None}
-        after = {part.name: part.after for part in step.parts}
-        chart = plots.step([_tokens(n) for n in step.contexts], before, after)
-    return {"step": step, "chart": chart}
+def _steps(steps: Sequence[Step]) -> list[Cards]:
+    """Those of each card (the GPU) by themselves."""
+    grouped: dict[str, list[Card]] = {}
+    for step in steps:
+        chart: Chart | None = None
+        if step.compared:
+            before = {part.name: part.before for part in step.parts if part.before is not None}
+            after = {part.name: part.after for part in step.parts}
+            chart = plots.step([_tokens(n) for n in step.contexts], before, after)
+        title = f"{step.rows} row{'s' if step.rows != 1 else ''} on {step.device}"
+        grouped.setdefault(step.device, []).append(Card(step.rows, title, {"step": step, "chart": chart}))
+    return [_cards(cards) for cards in grouped.values()]
 
 
 # -- figures ----------------------------------------------------------------------------------------------------
