@@ -49,7 +49,7 @@ def test_the_bar_is_reached_by_every_recording() -> None:
     for one in cost.read(cost.SHIPPED).left_out:
         for judged in (one.recordings, one.trials):
             assert judged.effects is not None and judged.effects >= 0.6, one
-            # With 64 heads a program fills an SM's registers, of which the constants alone, for other cards, know nothing.
+            # With 64 heads a program fills an SM's registers. The constants alone, for other cards, know nothing of it.
             assert judged.constants is not None and judged.constants >= (0.45 if "h64" in one.recording else 0.65), one
 
 
