@@ -335,8 +335,9 @@ def _said(choice: Choice) -> str:
         f"{us:.2f}{f'/{beside[n]:.2f}' if n in beside else ''} us at {n}" for n, us in sorted(entry.times_us.items())
     )
     note = f"; {choice.note}" if choice.note else ""
+    where = f"{entry.provenance} on {entry.device.name}, {entry.problem['rows']} rows"
     return (
-        f"{choice.decision.config.brief}; {entry.provenance} {times}, {entry.score:.3f} of {entry.yardstick}; "
+        f"{choice.decision.config.brief}; {where}: {times}, {entry.score:.3f} of {entry.yardstick}; "
         f"{choice.decision.origin}, {choice.decision.why}{note}"
     )
 

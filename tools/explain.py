@@ -76,6 +76,8 @@ def explain(request: Request, say: Say) -> list[dict[str, Any]]:
                 "config": dict(decision.config),
                 "origin": decision.origin,
                 "provenance": entry.provenance,
+                "device": entry.device.name,
+                "rows": entry.problem["rows"],
                 "times_us": dict(sorted(entry.times_us.items())),
                 "score": entry.score,
                 "yardstick": entry.yardstick,

@@ -298,13 +298,26 @@ class Book:
         if guessed is not None:
             return guessed  # which says what stands against them
         stored = self.stored.rows(of, rules.predicted) if self.stored is not None else []
-        held = ", ".join(str(r) for r in sorted({*self._shipped_rows(of, rules), *stored} - {problem.rows}))
-        why = "no entry for this silicon"
+        held = sorted({*self._shipped_rows(of, rules), *stored} - {problem.rows})
+        guesses = {*self._families.get(of, {}), *(self.stored.rows(of, True) if self.stored is not None else [])}
         if held:
-            why = f"entries are for {held} rows, which don't enclose these"
-        elif of in self._families or (self.stored is not None and self.stored.rows(of, True)):
-            why = ONLY_PREDICTED
+            why = f"entries are for {_listed(held)} rows, which don't enclose these"
+        elif guesses:
+            why = f"entries are for {_listed(sorted(guesses))} rows, and predicted, not measured"
+        else:
+            why = self._elsewhere(problem) or "no entry for this silicon"
         return Decision(problem, width, None, "", why)
+
+    def _elsewhere(self, problem: Problem) -> str:
+        """What the shipped entries of the nearest other shapes are for, if there are any for this silicon."""
+        wanted = json.loads(family(problem))
+        nearest: list[str] = []
+        for key in self._families:
+            shape = json.loads(key)
+            if shape["op"] == wanted["op"]:
+                words = [f"{name}={value}" for name, value in shape.items() if wanted.get(name) != value]
+                nearest = min((w for w in (nearest, words) if w), key=len, default=[])
+        return f"no entry for these shapes, there are some with {' '.join(nearest)}" if nearest else ""
 
     def _exact(self, problem: Problem, width: int, rules: Rules, found: Iterator[Found]) -> Decision | None:
         """The first that is usable, or what stands against the first one; None where nothing was found."""
@@ -355,6 +368,10 @@ def family(problem: Problem) -> str:
     """A problem without its rows, as the database's column has it."""
     shape = {name: value for name, value in problem.to_json().items() if name != "rows"}
     return json.dumps(shape, sort_keys=True, separators=(",", ":"))
+
+
+def _listed(rows: Sequence[int]) -> str:
+    return ", ".join(map(str, rows))
 
 
 def _is_there(database: Path | None, tell: Tell) -> bool:

@@ -111,6 +111,8 @@ def test_list_and_show(filled: Path) -> None:
     assert [row["problem"]["rows"] for row in rows] == [1, 64]
     assert rows[1]["trials"] == {"ok": 1} and rows[1]["best"]["provenance"] == "predicted"
     assert "predicted: 3.00 us at 128" in run("list", "--db", filled).stdout
+    none = run("list", "--db", filled, "--device", "h200")
+    assert none.exit_code == 0 and not none.stdout and "nothing of that kind in" in none.stderr
 
     found = json.loads(run("show", "--db", filled, "--kernel", "indexer", "--rows", 64, "--json").stdout)
     assert found["config"]["schedule"] == "hybrid" and found["resources"]["shared_bytes"] == 20_000

@@ -38,6 +38,9 @@ def test_the_issues_own_example() -> None:
 def test_rows_between_two_that_were_measured() -> None:
     (found,) = results("--rows", "20", "--kernel", "indexer", *H200)
     assert found["chosen"] is not None and str(found["why"]).startswith("the same config at 16 and 24 rows")
+    # Whose times these are.
+    text = run("explain", "--rows", "20", "--kernel", "indexer", *H200)
+    assert "  measured on NVIDIA H200, 24 rows: " in text
 
 
 def test_why_not(tmp_path: Path) -> None:

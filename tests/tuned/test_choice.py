@@ -97,7 +97,7 @@ def test_predictions_don_t_stand_between_measurements() -> None:
         assert found.entry is not None and found.why == "the same config at 8 and 32 rows"
     assert choose(64, entry(8), entry(32), *guesses).why.startswith("predicted, not measured")
     assert choose(48, entry(8), entry(32), *guesses).why == "entries are for 8, 32 rows, which don't enclose these"
-    assert choose(13, *guesses).why.startswith("predicted, not measured")
+    assert choose(13, *guesses).why == "entries are for 1, 12, 16, 64 rows, and predicted, not measured"
     assert choose(13, *guesses, policy="predicted").entry is not None
 
 
@@ -170,6 +170,14 @@ def test_silicon_decides_and_names_inform() -> None:
     book.add([Found(entry(8), "mine.db")])
     problem = ops.get("indexer").problem(8, DEVICES["rtx-5090"].silicon)
     assert book.choose(problem, WIDTH, rules()).why == "no entry for this silicon"
+
+
+def test_other_shapes_are_named() -> None:
+    op, card = ops.get("mla_decode"), DEVICES["h200"]
+    problem = op.problem(64, card.silicon, heads=8, extra_page_size=2, extra_width=1088)
+    with contextlib.closing(Book.read(card.silicon, None, pytest.fail)) as book:
+        why = book.choose(problem, 1088, rules()).why
+    assert why == "no entry for these shapes, there are some with extra_width=8256"
 
 
 @settings(deadline=None, max_examples=30)

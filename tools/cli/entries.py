@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from dsv4tune.codegen.words import counted
 from dsv4tune.tools.cli.options import (
     AsJson,
     Db,
@@ -21,6 +22,7 @@ from dsv4tune.tools.cli.options import (
     one_line,
     only,
     reading,
+    say,
 )
 
 
@@ -46,10 +48,13 @@ def list_command(
     if as_json:
         typer.echo(json.dumps(found))
         return
+    if not found:
+        hint = "`dsv4tune explain --rows captured` tells what the shipped files have"
+        say(f"nothing of that kind in {database(db)}; {hint}")
     for row in found:
         best = row["best"]
         over = f"width {row['problem']['range']['width']}"
-        typer.echo(f"{row['problem']['key']}, {over}: {sum(row['trials'].values())} trials")
+        typer.echo(f"{row['problem']['key']}, {over}: {counted(sum(row['trials'].values()), 'trial')}")
         typer.echo(f"  {one_line(best)}" if best else "  nothing usable")
 
 

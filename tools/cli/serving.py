@@ -92,7 +92,8 @@ def explain_command(
         else:
             score = f"{chosen['score']:.3f} of {chosen['yardstick']}"
             typer.echo(f"  {Config(chosen['config']).brief}")
-            typer.echo(f"  {chosen['provenance']}: {times_of(chosen['times_us'])}; {score}")
+            where = f"{chosen['provenance']} on {chosen['device']}, {chosen['rows']} rows"
+            typer.echo(f"  {where}: {times_of(chosen['times_us'])}; {score}")
             typer.echo(f"  from {chosen['origin']}, {one['why']}")
         for line in one["refused"]:
             typer.echo(f"  refused: {line}")

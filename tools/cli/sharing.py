@@ -73,6 +73,8 @@ def export_command(
         else:
             files.write(output, parts)
             notes.append(f"wrote {output}: {counted(written, 'entry', 'entries')}")
+            if not written:
+                notes.append(f"nothing of that kind in {store.path}; `dsv4tune list` tells what it holds")
         return notes
 
     for line in reading(work):
