@@ -84,7 +84,18 @@ class Budget:
 
     def __init__(self, seconds: float | None, problems: int) -> None:
         self._ends = None if seconds is None else time.monotonic() + seconds
-        self._problems = problems
+        self._all = self._problems = problems
+
+    @property
+    def place(self) -> str:
+        """Of the problem whose time began last, for people; nothing where it is the only one."""
+        return f"{self._all - self._problems} of {self._all}: " if self._all > 1 else ""
+
+    @property
+    def reached(self) -> int:
+        """How many problems of those that are left get their least time."""
+        left = None if self._ends is None else self._ends - time.monotonic()
+        return self._problems if left is None else min(self._problems, max(1, round(left / self.LEAST_S)))
 
     def next(self) -> float | None:
         """When the next problem's time ends, by ``time.monotonic``; None for never."""
@@ -128,7 +139,7 @@ def tune(
     with interrupted_once():
         try:
             for problem, profile in problems:
-                result = _tune_one(op, problem, profile, request, store, pools, budget.next(), say, watch)
+                result = _tune_one(op, problem, profile, request, store, pools, budget, say, watch)
                 results.append(result)
                 if result["status"] == "interrupted":
                     break
@@ -145,6 +156,9 @@ def tune_all(requests: Sequence[Request], watch: Watcher) -> list[dict[str, Any]
     count = sum(len(of_one) for of_one in problems)
     budget = Budget(requests[0].budget_s, count)
     heading = _heading(requests[0], count)
+    if budget.reached < count:
+        least = f"{Budget.LEAST_S:.0f} s each at the least"
+        heading += f"; the budget, {least}, may end after {budget.reached} of them, and the same command goes on"
     for request, of_one in zip(requests, problems, strict=True):
         if results and results[-1]["status"] == "interrupted":
             results += _not_begun(request, of_one, "interrupted")
@@ -223,11 +237,11 @@ def _tune_one(
     request: Request,
     store: Store,
     pools: Pools,
-    deadline: float | None,
+    budget: Budget,
     say: Say,
     watch: Watcher,
 ) -> dict[str, Any]:
-    started = time.monotonic()
+    started, deadline = time.monotonic(), budget.next()
     result = Result(status="interrupted")
     baseline: Baseline | None = None
     references: dict[str, Any] = {}
@@ -261,7 +275,7 @@ def _tune_one(
         refused = f"{len(space.valid())} valid configs of {space.size} combinations{note}"
         trials = request.effort.trials
         have = f"{known} of {trials}" if known <= trials else f"{known} (of {trials} asked for)"
-        say(f"{problem.key}: {have} trials stored; {refused}")
+        say(f"{budget.place}{problem.key}: {have} trials stored; {refused}")
         over = Range(**setup.profile.to_json())
         name = f"{problem.op}, {problem.rows} rows"
         shown = Shown(name, trials, known, deadline, pools.under_way, store.best(problem.key, over))

@@ -107,6 +107,17 @@ def test_a_budget_is_shared_by_those_that_are_left(monkeypatch: pytest.MonkeyPat
     assert few.next() == 270.0 and Budget(None, 2).next() is None and not Budget(None, 2).spent
 
 
+def test_a_budget_says_how_far_it_goes_and_where_it_is() -> None:
+    budget = Budget(60.0, 40)
+    assert budget.reached == 3 and Budget(None, 40).reached == 40 and Budget(5.0, 40).reached == 1
+    budget.next()
+    budget.next()
+    assert budget.place == "2 of 40: "
+    alone = Budget(None, 1)
+    alone.next()
+    assert alone.place == ""
+
+
 def test_a_spent_budget_ends_every_problem(tmp_path: Path) -> None:
     arguments = ["search", "--kernel", "indexer", "--target", "sm_120", "--rows", "64,1,16", "--budget", "0s"]
     result = CliRunner().invoke(app, [*arguments, "--db", str(tmp_path / "tuned.db"), "--json"])
@@ -162,7 +173,10 @@ def test_ctrl_c_leaves_problems_without_a_config_and_says_so(tmp_path: Path, mon
     text = CliRunner().invoke(app, [*arguments, *like])
     assert "interrupted: 13 of 16 problems not begun; the same command goes on with them" in text.stdout
     assert text.stdout.count("nothing usable") == 1  # of the one that was begun
-    assert text.stderr.count("predicting for") == 1 and "16 problems, one after another" in text.stderr
+    assert text.stderr.count("predicting for") == 1 and "16 problems, one after another\n" in text.stderr
+    outcomes.statuses += ["interrupted"]
+    text = CliRunner().invoke(app, [*arguments, *like, "--budget", "40s"])
+    assert "16 problems, one after another; the budget, 20 s each at the least, may end after 2 of them" in text.stderr
 
 
 def test_a_search_that_nothing_improves_says_why_it_ended(tmp_path: Path) -> None:
