@@ -160,9 +160,11 @@ class Store:
             self.db.vacuum()
 
     def refute(self, problem_key: str, config: dict[str, int | str], status: str, reason: str) -> int:
-        """Mark what was imported for a config as not usable here, with the reason; how many."""
+        """Mark a config as not usable here, with the reason: what was imported, and where it computes wrongly what was
+        measured here too; how many."""
+        whose = "" if status == "wrong" else "and imported <> '' "
         query = (
-            "update trial set status = ?, json = json_set(json, '$.reason', ?) where status = 'ok' and imported <> '' "
+            f"update trial set status = ?, json = json_set(json, '$.reason', ?) where status = 'ok' {whose}"
             "and config = ? and problem_id = (select id from problem where key = ?)"
         )
         with self._writing():

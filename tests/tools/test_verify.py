@@ -240,6 +240,20 @@ def test_what_goes_wrong_costs_one_entry_and_is_not_followed(
     assert any(f"verified here: {reason}" in trial.reason for trial in store.trials())
 
 
+@pytest.mark.parametrize(("order", "followed"), [("wrong", False), ("fault", True)])
+def test_an_own_winner_that_computes_wrongly_now_is_not_followed(
+    gpu: Gpu, file: Path, db: Path, order: str, followed: bool
+) -> None:
+    """A fault may be the machine's; a wrong result is the config's, with this driver or that."""
+    assert run(gpu, file, db).holds
+    gpu.orders = {16: order}
+    assert not run(gpu, file, db, again=True).holds
+    store = Store(db, create=False)
+    assert (store.best(measured(16).problem_key) is not None) is followed
+    assert store.best(measured(8).problem_key) is not None
+    store.close()
+
+
 def test_inputs_that_can_not_be_made_cost_one_problem(gpu: Gpu, file: Path, db: Path) -> None:
     """Or nobody would get past it: each run would end where the one before did."""
     gpu.orders = {16: "inputs"}
