@@ -63,8 +63,8 @@ def examine(request: Request) -> Iterator[Finding]:
     yield Finding("dsv4tune", "ok", __version__)
     here, finding = _gpu()
     yield finding
-    yield from _compilers()
     card = request.card or here
+    yield from _compilers(card)
     if card is None:
         yield Finding("card", "note", "none to look at", "name one with --device, such as --device rtx-pro-6000")
     else:
@@ -101,13 +101,14 @@ def _gpu() -> tuple[Device | None, Finding]:
     return None, Finding("GPU", "note", "none here: searches predict, and nothing can be measured")
 
 
-def _compilers() -> Iterator[Finding]:
+def _compilers(card: Device | None) -> Iterator[Finding]:
     for package in ("torch", "triton"):
         try:
             yield Finding(package, "ok", metadata.version(package))
         except metadata.PackageNotFoundError:
             yield Finding(package, "broken", "not installed", f"pip install {package}")
-    version = ptxas_version(120)
+    # Triton brings two: one for the Blackwells and one for what came before them.
+    version = ptxas_version(card.silicon.arch if card is not None else 120)
     if version == "unknown":
         yield Finding("ptxas", "broken", "Triton's own does not run", "reinstall triton: its wheel brings ptxas")
     else:
