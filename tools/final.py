@@ -73,8 +73,8 @@ def decide(
     equal = [config for config, (score, _) in scores.items() if score <= best * (1 + TIE)]
     won = {config for config, (score, spread) in scores.items() if not baseline or 1 - score > max(margin, spread)}
     equal = [config for config in equal if config in won] or equal
-    stays = default in equal and scores[default][0] <= best * (1 + STAY)
-    winner = default if default is not None and stays else min(equal, key=order)
+    stays = [config for config in equal if config == default and scores[config][0] <= best * (1 + STAY)]
+    winner = min(stays or equal, key=order)
     places = [winner, *sorted((c for c in scores if c != winner), key=lambda c: (scores[c][0], order(c)))]
     second = places[1] if len(places) > 1 else None
     rounds = min(len(one) for by_length in times.values() for one in by_length.values())

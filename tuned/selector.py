@@ -297,27 +297,27 @@ class Book:
         guessed = self._exact(problem, width, rules, self._at(of, problem.rows, rules))
         if guessed is not None:
             return guessed  # which says what stands against them
-        stored = self.stored.rows(of, rules.predicted) if self.stored is not None else []
-        held = sorted({*self._shipped_rows(of, rules), *stored} - {problem.rows})
-        guesses = {*self._families.get(of, {}), *(self.stored.rows(of, True) if self.stored is not None else [])}
+        held = {*self._shipped_rows(of, rules), *self._stored_rows(of, rules.predicted)} - {problem.rows}
         if held:
             why = f"entries are for {_listed(held)} rows, which don't enclose these"
-        elif guesses:
-            why = f"entries are for {_listed(sorted(guesses))} rows, and predicted, not measured"
+        elif guesses := {*self._families.get(of, {}), *self._stored_rows(of, True)}:
+            why = f"entries are for {_listed(guesses)} rows, and predicted, not measured"
         else:
-            why = self._elsewhere(problem) or "no entry for this silicon"
+            why = self._elsewhere(problem)
         return Decision(problem, width, None, "", why)
+
+    def _stored_rows(self, family: str, predicted: bool) -> list[int]:
+        return self.stored.rows(family, predicted) if self.stored is not None else []
 
     def _elsewhere(self, problem: Problem) -> str:
         """What the shipped entries of the nearest other shapes are for, if there are any for this silicon."""
         wanted = json.loads(family(problem))
-        nearest: list[str] = []
-        for key in self._families:
-            shape = json.loads(key)
-            if shape["op"] == wanted["op"]:
-                words = [f"{name}={value}" for name, value in shape.items() if wanted.get(name) != value]
-                nearest = min((w for w in (nearest, words) if w), key=len, default=[])
-        return f"no entry for these shapes, there are some with {' '.join(nearest)}" if nearest else ""
+        shapes = [shape for shape in map(json.loads, self._families) if shape["op"] == wanted["op"]]
+        if not shapes:
+            return "no entry for this silicon"
+        others = [[f"{name}={value}" for name, value in s.items() if wanted.get(name) != value] for s in shapes]
+        nearest = min(others, key=len)
+        return f"no entry for these shapes, there are some with {' '.join(nearest)}"
 
     def _exact(self, problem: Problem, width: int, rules: Rules, found: Iterator[Found]) -> Decision | None:
         """The first that is usable, or what stands against the first one; None where nothing was found."""
@@ -370,8 +370,8 @@ def family(problem: Problem) -> str:
     return json.dumps(shape, sort_keys=True, separators=(",", ":"))
 
 
-def _listed(rows: Sequence[int]) -> str:
-    return ", ".join(map(str, rows))
+def _listed(rows: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(rows)))
 
 
 def _is_there(database: Path | None, tell: Tell) -> bool:
