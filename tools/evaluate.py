@@ -181,9 +181,12 @@ class Evaluation:
         """Have what is compiled measured, one more at a time than can be: what is learned meanwhile counts."""
         judges = self.pools.judges
         while self._ready and judges.pending <= judges.size:
-            config = self.pick(self._ready)
-            if config is None:
+            # Who waits for the figures of one that is ready is chosen by having that one measured.
+            ready = {twin: first for first in self._ready for twin in (first, *self._twins.get(first, ()))}
+            chosen = self.pick(ready)
+            if chosen is None:
                 break
+            config = ready[chosen]
             near, tag = self._ready.pop(config), (self, config)
             if self.pools.on_gpu:
                 judges.submit(tag, device_job, self.setup, config, self.baseline_name, self.halving, near=near)

@@ -87,7 +87,8 @@ class Result:
 class Proposer:
     """Configs to try, none twice: first the given ones, then the sampler's; those to `avoid` are never proposed.
 
-    Asked twice: for what to compile, and then, knowing more, for what to measure of all that is compiled.
+    Asked twice: for what to compile, and then, knowing more, for what to measure of all that is compiled. The given
+    ones may be the last to be compiled, so each has a trial kept for it.
     """
 
     def __init__(
@@ -99,7 +100,8 @@ class Proposer:
     ) -> None:
         self._unseen = dict.fromkeys(config for config in space.valid() if not avoid(config))
         self._valid = frozenset(self._unseen)
-        self._given = [config for config in first if config in self._valid]
+        #: Of the given ones, those that nobody has measured yet.
+        self.awaited = dict.fromkeys(config for config in first if config in self._valid)
         self._under_way: dict[Config, None] = {}
         #: Those that are being measured.
         self.picked: dict[Config, None] = {}
@@ -108,8 +110,8 @@ class Proposer:
     def learn(self, config: Config, score: float | None) -> None:
         """A finished trial, of this run or an earlier one; None for an unusable candidate."""
         self._unseen.pop(config, None)
-        self._under_way.pop(config, None)
-        self.picked.pop(config, None)
+        for place in (self.awaited, self._under_way, self.picked):
+            place.pop(config, None)
         if config in self._valid:
             self._sampler.learn(config, score)
 
@@ -122,14 +124,19 @@ class Proposer:
         self._under_way[config] = None
         return config
 
-    def pick(self, compiled: Collection[Config]) -> Config:
-        """Of those that were proposed and are compiled, the one to measure next."""
+    def pick(self, compiled: Collection[Config], left: int) -> Config | None:
+        """Of those that were proposed and are compiled, the one to measure next: none where no trial is left for it."""
+        if left <= len(self.awaited):
+            compiled = [config for config in compiled if config in self.awaited]
+        if left <= 0 or not compiled:
+            return None
         config = self._chosen(compiled, self.picked)
         self.picked[config] = None
+        self.awaited.pop(config, None)
         return config
 
     def _chosen(self, among: Collection[Config], under_way: Collection[Config]) -> Config:
-        given = next((config for config in self._given if config in among), None)
+        given = next((config for config in self.awaited if config in among), None)
         return given if given is not None else self._sampler.choose(among, under_way)
 
 
@@ -153,10 +160,11 @@ def search(
     exhausted = ending = False
 
     def left() -> int:
-        """Trials that nobody has taken; who is measured has one."""
-        return 0 if ending else trials - result.tried - len(proposer.picked)
+        """Trials that nobody has taken; who is measured has one. At the end there are some for the given ones alone."""
+        free = trials - result.tried - len(proposer.picked)
+        return min(free, len(proposer.awaited)) if ending else free
 
-    evaluator.pick = lambda compiled: proposer.pick(compiled) if left() > 0 else None
+    evaluator.pick = lambda compiled: proposer.pick(compiled, left())
     try:
         while result.tried < trials:
             late = deadline is not None and time.monotonic() >= deadline
@@ -173,13 +181,14 @@ def search(
             if late:
                 result.status = "budget"
                 break
-            # What is being measured is waited for, and counts.
-            if under_way == 0 or (ending and not proposer.picked):
+            # What is being measured is waited for, and counts; so are the given ones.
+            if under_way == 0 or (ending and not proposer.picked and not proposer.awaited):
                 break
             wait = 1.0 if deadline is None else max(0.0, min(1.0, deadline - time.monotonic()))
             for config, trial in evaluator.collect(wait):
                 under_way -= 1
-                if config not in proposer.picked and left() <= 0:
+                kept = 0 if config in proposer.awaited else len(proposer.awaited)
+                if config not in proposer.picked and left() <= kept:
                     continue  # it was compiled to be chosen from, and no trial is left for it
                 finished(trial)
                 proposer.learn(config, usable_score(trial))

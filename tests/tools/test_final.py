@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Collection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -200,13 +201,30 @@ def test_equal_machine_code_is_measured_once(evaluation: Evaluation) -> None:
     assert sorted(judged, key=str) == sorted([first, other], key=str)
     assert done[twin].same_as == done[late].same_as == dict(first) and not done[first].same_as
     assert done[twin].score == done[first].score == pytest.approx(0.9) and done[twin].status == "ok"
+    # Who waits for another's figures is offered too, and chosen by having that one measured.
+    for known in (evaluation._first, evaluation._twins, evaluation._ended):
+        known.clear()
+    judged.clear()
+    offered: list[set[Config]] = []
+
+    def pick(compiled: Collection[Config]) -> Config | None:
+        offered.append(set(compiled))
+        return twin if twin in compiled else None
+
+    evaluation.pick = pick
+    for config in (first, twin):
+        evaluation.submit(config)
+    done = {}
+    for _ in range(3):
+        done |= dict(evaluation.collect(0.0))
+    assert {first, twin} in offered and judged == [first] and done[twin].same_as == dict(first)
     # Known from an earlier run too.
     for known in (evaluation._first, evaluation._twins, evaluation._ended):
         known.clear()
     evaluation.knows(done[first])
     evaluation.submit(twin)
     (found,) = evaluation.collect(0.0)
-    assert found[1].same_as == dict(first) and len(judged) == 2
+    assert found[1].same_as == dict(first) and judged == [first]
 
 
 def test_what_an_earlier_search_left_behind_is_nobodys(evaluation: Evaluation) -> None:

@@ -6,7 +6,7 @@ import sys
 import time
 
 import pytest
-from fakes import FakeEvaluator, make_problem
+from fakes import FakeEvaluator, make_problem, make_trial
 
 from dsv4tune.codegen import ops
 from dsv4tune.codegen.space import Config, Space
@@ -57,6 +57,39 @@ def test_first_ones_go_first(space: Space) -> None:
     evaluator = FakeEvaluator(bowl, capacity=1)
     search(proposer(space, "random", 0, *wanted), evaluator, lambda t: None, 5, None)
     assert evaluator.evaluated[:2] == wanted
+
+
+class Late(FakeEvaluator):
+    """Compiles some configs only when nothing else is to be measured; such a one may fail at that."""
+
+    def __init__(self, late: list[Config], fails: bool = False) -> None:
+        super().__init__(bowl, capacity=8)
+        self._late, self._fails = late, fails
+
+    def collect(self, timeout: float) -> list[tuple[Config, Trial]]:
+        everything = self.waiting
+        self.waiting = [config for config in everything if config not in self._late]
+        found = super().collect(timeout) if self.waiting else []
+        self.waiting += [config for config in everything if config in self._late]
+        if found or not self._fails:
+            return found or super().collect(timeout)
+        return [(config, make_trial(config, status="failed", score=None)) for config in self._late]
+
+
+def test_first_ones_are_waited_for(space: Space) -> None:
+    """However late they are compiled: their trials are kept, also once nothing improves."""
+    wanted = [space.valid()[17], space.valid()[4]]
+    for trials, patience in ((12, Patience(None)), (2, Patience(None)), (500, Patience(6))):
+        evaluator, walk = Late(wanted), proposer(space, "random", 0, *wanted)
+        result = search(walk, evaluator, patience.saw, trials, None, enough=patience.is_lost)
+        assert set(wanted) <= set(evaluator.evaluated) and not walk.awaited
+        assert result.tried == len(evaluator.evaluated) <= trials
+
+
+def test_a_late_first_one_that_does_not_compile_is_stored(space: Space) -> None:
+    evaluator, stored = Late([space.valid()[17]], fails=True), list[Trial]()
+    result = search(proposer(space, "random", 0, space.valid()[17]), evaluator, stored.append, 6, None)
+    assert result.tried == 6 == len(stored) and [t.status for t in stored].count("ok") == 5
 
 
 def test_samplers_beat_chance(space: Space) -> None:
