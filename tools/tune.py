@@ -25,6 +25,7 @@ from dsv4tune.tools.progress import Problem as Shown
 from dsv4tune.tools.search import Patience, Proposer, Result, search, usable_score
 from dsv4tune.tools.sites import Local, Site
 from dsv4tune.tuned.records import STATUSES, Baseline, Range, Trial, plain
+from dsv4tune.tuned.selector import shipped_near
 from dsv4tune.tuned.store import Store
 
 #: A search on this machine and its first GPU.
@@ -315,8 +316,10 @@ def _tune_one(
 def _first(op: Op[Any, Any], problem: Problem, store: Store, request: Request) -> list[Config]:
     """What is tried before the sampler has its say."""
     first = [op.default(problem, request.device)]
-    # What is best for a few rows more or less is seldom far off, and then serves the rows between too.
+    # What is best for a few rows more or less is seldom far off, and then serves the rows between too. What is shipped
+    # would be used in the place of what a search finds; without a GPU, both are but predictions.
     first += [Config(near.config) for near in store.neighbours(problem.to_json())]
+    first += [Config(entry.config) for entry in shipped_near(problem)] if request.on_gpu else []
     if request.effort.references:
         first.append(op.reference_config(problem, request.device))
     return first

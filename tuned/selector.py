@@ -13,7 +13,7 @@ from functools import lru_cache
 from importlib import resources
 from itertools import tee
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 from dsv4tune.codegen import ops
 from dsv4tune.codegen.problem import Problem, Silicon
@@ -59,6 +59,14 @@ def entry_for(problem: Problem, store: Store | None) -> Entry | None:
     if best is not None:
         return Entry.of(best)
     return next((entry for entry in shipped() if entry.problem_key == problem.key), None)
+
+
+def shipped_near(problem: Problem) -> list[Entry]:
+    """The shipped entries of this problem and of the nearest row counts below and above, as far as there are any."""
+    wanted = problem.to_json()
+    at = {cast(int, e.problem["rows"]): e for e in shipped() if {**e.problem, "rows": problem.rows} == wanted}
+    below, above = [n for n in at if n < problem.rows], [n for n in at if n > problem.rows]
+    return [at[n] for n in (problem.rows, max(below, default=0), min(above, default=0)) if n in at]
 
 
 # -- for a server -----------------------------------------------------------------------------------------------

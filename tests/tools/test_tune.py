@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from fakes import make_problem, make_trial
@@ -25,6 +25,7 @@ from dsv4tune.tools.search import Result
 from dsv4tune.tools.tune import Budget, fitting, timed_baseline
 from dsv4tune.tools.workers import Pool
 from dsv4tune.tuned.records import Range, Trial
+from dsv4tune.tuned.selector import shipped_near
 from dsv4tune.tuned.store import Store
 
 
@@ -124,6 +125,21 @@ def test_a_spent_budget_ends_every_problem(tmp_path: Path) -> None:
     found = json.loads(result.stdout)["results"]
     assert result.exit_code == 1 and [one["problem"]["rows"] for one in found] == [64, 1, 16]
     assert all(one["status"] == "budget" and one["best"] is None and one["tried"] == 0 for one in found)
+
+
+def test_a_search_begins_with_what_is_known(tmp_path: Path) -> None:
+    """The default, the winners of the nearest rows, and on a GPU what is shipped; each of them is a config of today."""
+    problem, card = make_problem(64, "h200")
+    op, store = ops.get("indexer"), Store(tmp_path / "tuned.db")
+    valid = op.space(problem, card).valid()
+    near = make_trial(valid[5], rows=32, device="h200")
+    store.add(near)
+    for on_gpu in (True, False):
+        request = SimpleNamespace(device=card, on_gpu=on_gpu, effort=EFFORTS["normal"])
+        first = tune._first(op, problem, store, cast(Any, request))
+        known = [Config(entry.config) for entry in shipped_near(problem)] if on_gpu else []
+        assert first == [op.default(problem, card), valid[5], *known, op.reference_config(problem, card)]
+        assert set(first) <= set(valid) and len(known) == (3 if on_gpu else 0)
 
 
 def tried(rows: int, config: Config | None = None) -> Trial:

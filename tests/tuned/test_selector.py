@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from importlib import resources
 from pathlib import Path
+from typing import cast
 
 import pytest
 from fakes import make_problem, make_trial
 
 from dsv4tune.codegen import devices, ops
 from dsv4tune.tuned import files, share
-from dsv4tune.tuned.selector import POLICIES, Book, Rules, entry_for
+from dsv4tune.tuned.selector import POLICIES, Book, Rules, entry_for, shipped, shipped_near
 from dsv4tune.tuned.store import Store
 
 CONFIGS = Path(str(resources.files("dsv4tune.tuned"))) / "configs"
@@ -57,6 +58,18 @@ def test_the_h200_has_entries() -> None:
         found = entry_for(ops.get("indexer").problem(rows, card.silicon), None)
         assert found is not None and found.provenance == "measured"
     assert entry_for(ops.get("indexer").problem(63, card.silicon), None) is None
+
+
+def test_the_shipped_entries_nearest_to_a_problem() -> None:
+    """Of the same shapes on the same silicon: its own row count and the next ones below and above."""
+    problem = make_problem(64, "h200")[0]
+    of = [cast(int, e.problem["rows"]) for e in shipped() if {**e.problem, "rows": 64} == problem.to_json()]
+    rows = sorted(of)
+    at = rows.index(64)
+    assert [e.problem["rows"] for e in shipped_near(problem)] == [64, rows[at - 1], rows[at + 1]]
+    assert [e.problem["rows"] for e in shipped_near(make_problem(63, "h200")[0])] == [rows[at - 1], 64]
+    assert [e.problem["rows"] for e in shipped_near(make_problem(2 * rows[-1], "h200")[0])] == [rows[-1]]
+    assert {e.problem_key for e in shipped_near(make_problem(64, "rtx-5090")[0])} & {problem.key} == set()
 
 
 def test_the_users_own_entry_goes_first(tmp_path: Path) -> None:
