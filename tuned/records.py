@@ -213,13 +213,14 @@ class Trial(Record):
 
 
 class Tried(Record):
-    """What a trial says of its config alone, for readers of very many; fields as in `Trial`."""
+    """What a trial says of its config alone, for readers of very many; fields as in `Trial`, `timed` its times' lengths."""
 
     config: dict[str, int | str]
     status: Status
     provenance: Provenance
     yardstick: str
     score: float | None
+    timed: tuple[int, ...] = ()
 
 
 Times = Annotated[dict[Length, Positive], Field(min_length=1, max_length=64)]

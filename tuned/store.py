@@ -231,7 +231,7 @@ class Store:
         """
         for row in self._rows(TRIED, {"key": problem_key, "range": _text(over.model_dump(mode="json"))}):
             with _readable():
-                found = Tried(**{**row, "config": json.loads(row["config"])})
+                found = Tried(**{**row, "config": json.loads(row["config"]), "timed": json.loads(row["timed"])})
             yield found
 
     def problems(self, only: Filter = EVERYTHING) -> list[str]:
@@ -362,7 +362,8 @@ COUNTS = (
     "and range = :range and final >= 0 group by 1"
 )
 TRIED = (
-    "select config, status, provenance, yardstick, score from trial "
+    "select config, status, provenance, yardstick, score, "
+    "(select json_group_array(cast(key as integer)) from json_each(trial.json, '$.times_us')) timed from trial "
     "where problem_id = (select id from problem where key = :key) and range = :range and final >= 0 order by id"
 )
 #: Trials of :keys that ended before :until, but for winners; see `Store.losers`.

@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import make_trial
-from pages import write_bench, write_searches
+from fakes import make_problem, make_trial
+from pages import LENGTHS, RANGE, write_bench, write_searches
 from typer.testing import CliRunner
 
+from dsv4tune.codegen import ops
 from dsv4tune.tools import coverage, like
 from dsv4tune.tools.cli import app
-from dsv4tune.tools.report import budget, collect, knobs, page
+from dsv4tune.tools.report import budget, collect, knobs, page, plots
+from dsv4tune.tuned.records import Baseline
 from dsv4tune.tuned.store import Store
 
 
@@ -176,11 +178,43 @@ def test_the_knob_that_decides_is_the_most_important(tmp_path: Path) -> None:
     write_searches(tmp_path / "tuned.db", rows=(64,), trials=80)
     (section,) = collect.sections(tmp_path / "tuned.db", [], "indexer", print)
     (one,) = [one for one in section.studied if one.trials]
-    trials = knobs.comparable(one)
+    trials = [trial for _, trial in one.scored]
     assert len(trials) == 79, "the failed one says nothing"
     shares = knobs.importances(trials)
     assert next(iter(shares)) == "schedule" and math.isclose(sum(shares.values()), 1.0)
     assert knobs.importances(trials[:10]) == {}
+
+
+def test_what_was_stopped_early_is_shown_too(tmp_path: Path) -> None:
+    """Nearly all of a search on a GPU is. Its score of short lengths alone may be lower than the best one of all."""
+    problem, card = make_problem(64)
+    configs = ops.get("indexer").space(problem, card).valid()[:40]
+    server = Baseline(name="tilelang", version="0.1.12", times_us=dict.fromkeys(LENGTHS, 5.0))
+    common = {
+        "provenance": "measured",
+        "yardstick": "tilelang",
+        "range": RANGE,
+        "checked_by": "gpu",
+        "baseline": server,
+    }
+    whole = {LENGTHS[0]: 3.0, **dict.fromkeys(LENGTHS[1:], 4.5)}
+    score = RANGE.profile.score(whole, server.times_us)
+    store = Store(tmp_path / "tuned.db")
+    store.add(make_trial(configs[0], times_us=whole, score=score, **common))
+    early: dict[str, Any] = {"status": "pruned", "times_us": {LENGTHS[0]: 3.3}, "score": 3.3 / 5.0, **common}
+    store.add_all([make_trial(config, **early) for config in configs[1:30]])
+    store.add_all([make_trial(config, **early | {"score": 3.2 / 5.0}) for config in configs[30:]])
+    store.close()
+    (section,) = collect.sections(tmp_path / "tuned.db", [], "indexer", print)
+    (one,) = [one for one in section.studied if one.trials]
+    assert score > 3.3 / 5.0 and [t.score for _, t in one.scored] == [pytest.approx(score)] + 39 * [
+        pytest.approx(1.1 * score)
+    ]
+    shown = plots.history(one)
+    assert shown is not None and "1 ok, 39 pruned" in shown.note
+    assert [(t.name, len(t.x)) for t in shown.figure.data] == [("stopped early", 39), ("trial", 1), ("best so far", 2)]
+    assert list(shown.figure.data[2].y) == 2 * [pytest.approx(score)]
+    assert knobs.importances([t for _, t in one.scored]), "they say what to avoid"
 
 
 def test_gaps_are_filled_by_few_searches() -> None:

@@ -87,6 +87,28 @@ class Studied:
         return f"{getattr(self.problem, 'heads', 0)} heads, {cache}"
 
     @cached_property
+    def scored(self) -> list[tuple[int, Tried]]:
+        """Number and trial of the usable ones, with scores that compare with the best's.
+
+        One that was stopped early has the score of its shortest lengths, at which all are nearer to the server's kernel
+        or farther: it counts as if it were as far behind the best at the others too.
+        """
+        best = self.best
+        if best is None:
+            return []
+        against = best.baseline.times_us if best.baseline is not None else self.floors_us
+        found = []
+        for number, trial in enumerate(self.trials, 1):
+            same = (trial.provenance, trial.yardstick) == (best.provenance, best.yardstick)
+            if not same or trial.score is None or trial.status not in ("ok", "pruned"):
+                continue
+            score = trial.score
+            if trial.status == "pruned" and trial.timed and against:
+                score *= best.score / self.range.profile.only(trial.timed).score(best.times_us, against)
+            found.append((number, trial.model_copy(update={"score": score})))
+        return found
+
+    @cached_property
     def floors_us(self) -> dict[int, float]:
         """By live length: each byte once at the vendor's bandwidth; empty for a card that isn't known."""
         bandwidth = devices.bandwidth(self.problem.silicon, self.device.name)

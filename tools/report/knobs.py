@@ -10,7 +10,6 @@ import optuna
 from optuna.distributions import CategoricalDistribution
 from optuna.trial import create_trial
 
-from dsv4tune.tools.report.collect import Studied
 from dsv4tune.tuned.records import Tried
 
 #: PED-ANOVA compares the best tenth with the rest: with fewer trials there is no tenth to speak of.
@@ -18,14 +17,6 @@ FEWEST_TRIALS = 30
 #: What the best trials are, as a share.
 TOP = 0.1
 SLICES = 4
-
-
-def comparable(one: Studied) -> list[Tried]:
-    """The usable trials whose scores mean the same as the best one's."""
-    if one.best is None:
-        return []
-    kind = (one.best.provenance, one.best.yardstick)
-    return [t for t in one.trials if t.status == "ok" and t.score and (t.provenance, t.yardstick) == kind]
 
 
 def importances(trials: Sequence[Tried]) -> dict[str, float]:

@@ -259,7 +259,7 @@ def _problem(one: Studied, bench: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _knobs(one: Studied) -> dict[str, Any] | None:
-    trials = knobs.comparable(one)
+    trials = [trial for _, trial in one.scored]
     shares = knobs.importances(trials)
     if not shares:
         return None

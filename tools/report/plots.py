@@ -125,34 +125,39 @@ def _entry_lines(one: Studied) -> tuple[Lines, dict[int, float]]:
 
 
 def history(one: Studied) -> Chart | None:
-    """Score of every usable trial in the order they ended, and the best so far."""
-    scored = [(n, t) for n, t in enumerate(one.trials, 1) if t.status == "ok" and t.score is not None]
-    if len(scored) < 2:
+    """Score of every usable trial in the order they ended, and the best so far of those that were measured whole."""
+    whole = [(n, t) for n, t in one.scored if t.status == "ok"]
+    early = [(n, t) for n, t in one.scored if t.status == "pruned"]
+    if one.best is None or not whole or len(one.scored) < 2:
         return None
-    # Scores of different kinds don't compare: the best entry's kind is shown.
-    kind = (one.best.provenance, one.best.yardstick) if one.best is not None else ("", "")
-    shown = [(n, t) for n, t in scored if (t.provenance, t.yardstick) == kind]
-    figure = _figure("trial", f"time / {kind[1]}")
+    yardstick = one.best.yardstick
+    figure = _figure("trial", f"time / {yardstick}")
     figure.update_yaxes(type="log", tickvals=_SCORES)
+    for name, shown, symbol in (("stopped early", early, "circle-open"), ("trial", whole, "circle")):
+        if not shown:
+            continue
+        figure.add_trace(
+            go.Scatter(
+                x=[n for n, _ in shown], y=[t.score for _, t in shown], name=name, mode="markers",
+                marker={"color": OTHERS[3], "size": 6, "opacity": 0.75, "symbol": symbol},
+                customdata=[_brief(t) for _, t in shown],
+                hovertemplate="trial %{x}: %{y:.3f}<br>%{customdata}<extra></extra>",
+            )
+        )  # fmt: skip
+    best = list(itertools.accumulate((float(t.score or 0.0) for _, t in whole), min))
     figure.add_trace(
         go.Scatter(
-            x=[n for n, _ in shown], y=[t.score for _, t in shown], name="trial", mode="markers",
-            marker={"color": OTHERS[3], "size": 6, "opacity": 0.75},
-            customdata=[_brief(t) for _, t in shown],
-            hovertemplate="trial %{x}: %{y:.3f}<br>%{customdata}<extra></extra>",
-        )
-    )  # fmt: skip
-    best = list(itertools.accumulate((float(t.score or 0.0) for _, t in shown), min))
-    figure.add_trace(
-        go.Scatter(
-            x=[n for n, _ in shown], y=best, name="best so far", mode="lines",
+            x=[*(n for n, _ in whole), len(one.trials)], y=[*best, best[-1]], name="best so far", mode="lines",
             line={"color": OURS, "width": 3, "shape": "hv"}, hovertemplate="best %{y:.3f}<extra></extra>",
         )
     )  # fmt: skip
-    if kind[1] != "byte floor":
+    server = yardstick != "byte floor"
+    if server:
         figure.add_hline(y=1.0, line={"color": SERVER, "dash": "dash", "width": 2})
-    line = "Under the dashed line: faster than the server's own kernel." if kind[1] != "byte floor" else ""
-    return Chart(one.title, f"{_counts(one.trials)} {line}".strip(), figure, 320)
+    lines = [_counts(one.trials), "Under the dashed line: faster than the server's own kernel." if server else ""]
+    if early:
+        lines.append("What was stopped early is drawn as if it were as far behind at all lengths.")
+    return Chart(one.title, " ".join(filter(None, lines)), figure, 320)
 
 
 def _counts(trials: Sequence[Tried]) -> str:
