@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dsv4tune.codegen.devices import Device
+from dsv4tune.codegen.models import FLASH, MODELS
 from dsv4tune.codegen.ops.mla_decode_call import CACHES
 from dsv4tune.codegen.problem import Problem
 from dsv4tune.runtime.wanted import Server
@@ -28,14 +29,19 @@ class Cell:
 
 @dataclass(frozen=True)
 class Strip:
-    """The captured sizes of one kernel and cache, and the command that fills the gaps."""
+    """The captured sizes of one kernel and cache, and the command that fills the gaps; "" where no option names it."""
 
     name: str
     cells: tuple[Cell, ...]
-    command: str
+    command: str = ""
 
     def count(self, *states: str) -> int:
         return sum(cell.state in states for cell in self.cells)
+
+    @property
+    def open(self) -> list[int]:
+        """Row counts without a measured entry."""
+        return [cell.rows for cell in self.cells if cell.state in ("none", "predicted")]
 
 
 def strips(card: Device, kernel: str, server: Server, context: int, database: Path | None, say: Say) -> list[Strip]:
@@ -50,10 +56,8 @@ def strips(card: Device, kernel: str, server: Server, context: int, database: Pa
         name = _name(decision.problem)
         problems.setdefault(name, decision.problem)
         grouped.setdefault(name, []).append(_cell(decision, predicted[decision.problem.key]))
-    return [
-        Strip(name, tuple(cells), command(problems[name], context, [c.rows for c in cells if _open(c)]))
-        for name, cells in grouped.items()
-    ]
+    strips = [Strip(name, tuple(cells)) for name, cells in grouped.items()]
+    return [replace(strip, command=command(problems[strip.name], context, strip.open)) for strip in strips]
 
 
 def decisions(
@@ -61,10 +65,6 @@ def decisions(
 ) -> list[Decision]:
     request = explain.Request(server, [kernel], card, policy, database)
     return [decision for _, decision in explain.decide(request, say)]
-
-
-def _open(cell: Cell) -> bool:
-    return cell.state in ("none", "predicted")
 
 
 def _cell(decision: Decision, lenient: Decision) -> Cell:
@@ -95,8 +95,12 @@ def command(problem: Problem, context: int, rows: Sequence[int]) -> str:
     if problem.op == "mla_decode":
         size, width = getattr(problem, "extra_page_size", 0), getattr(problem, "extra_width", 0)
         cache = CACHES.get(size, "c4")
-        cache = "c4-pro" if cache == "c4" and width != 512 else cache
         parts.append(f"--heads {getattr(problem, 'heads', 0)} --cache {cache}")
+        if cache == "c4":
+            model = next((model for model in MODELS.values() if model.topk == width), None)
+            if model is None:
+                return ""  # of a model that only --like can read
+            parts += [f"--model {model}"] if model is not FLASH else []
     return " ".join(parts)
 
 

@@ -236,7 +236,7 @@ def _entries(card: Device, request: Request) -> Iterator[Finding]:
             text = f"{covered} of {len(strip.cells)} captured sizes have a measured entry"
             if predicted:
                 text += f", {predicted} a predicted one only"
-            yield Finding(f"entries of {strip.name}", "gap" if strip.command else "ok", text, strip.command)
+            yield Finding(f"entries of {strip.name}", "gap" if strip.open else "ok", text, strip.command)
     for line in dict.fromkeys(told):
         yield Finding("entries", "note", line)
 

@@ -14,6 +14,8 @@ from fakes import make_trial
 from pages import write_bench, write_searches
 from typer.testing import CliRunner
 
+from dsv4tune.codegen.models import FLASH, PRO, Model
+from dsv4tune.runtime import wanted
 from dsv4tune.tools import coverage, like
 from dsv4tune.tools.cli import app
 from dsv4tune.tools.report import budget, collect, knobs, page
@@ -166,10 +168,15 @@ def test_a_step_counts_each_kernel_once_and_only_this_servers_heads(tmp_path: Pa
     write_searches(tmp_path / "tuned.db", rows=(3,), trials=3)
     write_entry(tmp_path / "tuned.db", "mla_decode")
     found = collect.sections(tmp_path / "tuned.db", [], None, print)
-    mine = [step for step in budget.steps(found, budget.FLASH, heads=8) if step.device == "rtx-pro-6000"]
-    assert [(part.name, part.layers) for part in mine[0].parts] == [("indexer", 21), ("mla_decode c4", 21)]
-    others = [step for step in budget.steps(found, budget.FLASH, heads=16) if step.device == "rtx-pro-6000"]
-    assert [part.name for part in others[0].parts] == ["indexer"]
+
+    def parts(model: Model, tp: int) -> list[tuple[str, int]]:
+        steps = budget.steps(found, model.layers, wanted.server(1 << 20, tp, model=model))
+        (step,) = [step for step in steps if step.device == "rtx-pro-6000"]
+        return [(part.name, part.layers) for part in step.parts]
+
+    assert parts(FLASH, 8) == [("indexer", 21), ("mla_decode c4", 21)]
+    assert parts(FLASH, 4) == [("indexer", 21)]
+    assert parts(PRO, 16) == [("indexer", 30)], "as many heads, and another width of c4"
 
 
 def test_the_knob_that_decides_is_the_most_important(tmp_path: Path) -> None:
