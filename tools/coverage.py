@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,6 +32,7 @@ class Cell:
 class Strip:
     """The captured sizes of one kernel and cache, and the command that fills the gaps; "" where no option names it."""
 
+    kernel: str
     name: str
     cells: tuple[Cell, ...]
     command: str = ""
@@ -45,7 +47,8 @@ class Strip:
 
 
 def strips(card: Device, kernel: str, server: Server, context: int, database: Path | None, say: Say) -> list[Strip]:
-    """One strip for each kind of call of this kernel that such a server makes; what none of its calls fits has none."""
+    """One strip for each kind of call of this kernel that such a server captures; what none of them fits has none."""
+    server = replace(server, prefill_rows=())
     found = decisions(card, kernel, server, "measured", database, say)
     # The same lines were told by the first look.
     lenient = decisions(card, kernel, server, "predicted", database, lambda line: None)
@@ -56,7 +59,7 @@ def strips(card: Device, kernel: str, server: Server, context: int, database: Pa
         name = _name(decision.problem)
         problems.setdefault(name, decision.problem)
         grouped.setdefault(name, []).append(_cell(decision, predicted[decision.problem.key]))
-    strips = [Strip(name, tuple(cells)) for name, cells in grouped.items()]
+    strips = [Strip(kernel, name, tuple(cells)) for name, cells in grouped.items()]
     return [replace(strip, command=command(problems[strip.name], context, strip.open)) for strip in strips]
 
 
@@ -102,6 +105,19 @@ def command(problem: Problem, context: int, rows: Sequence[int]) -> str:
                 return ""  # of a model that only --like can read
             parts += [f"--model {model}"] if model is not FLASH else []
     return " ".join(parts)
+
+
+def command_like(like: str, gpu_memory: str, found: Sequence[Strip]) -> str:
+    """The one search that would fill the gaps of all these strips, of the server that starts by `like`."""
+    words = ["dsv4tune", "search", "--like", like, *(["--gpu-memory", gpu_memory] if gpu_memory else [])]
+    kernels = {strip.kernel for strip in found if strip.open}
+    if len(kernels) == 1:
+        words += ["--kernel", *kernels]
+    rows = {count for strip in found for count in strip.open}
+    # Where all sizes are missing, --like alone takes those that enclose them, and prompts where they are served.
+    if rows and rows < {cell.rows for strip in found for cell in strip.cells}:
+        words += ["--rows", ",".join(map(str, spread(sorted(rows))))]
+    return shlex.join(words)
 
 
 def written(tokens: int) -> str:

@@ -21,8 +21,9 @@ from dsv4tune.codegen.compile import Report
 from dsv4tune.codegen.devices import DEVICES
 from dsv4tune.codegen.problem import Problem
 from dsv4tune.runtime import compilers, targets, wanted
-from dsv4tune.tools import gpu, tune
+from dsv4tune.tools import coverage, gpu, tune
 from dsv4tune.tools.cli import app
+from dsv4tune.tuned.selector import Decision
 from dsv4tune.tuned.store import Store
 
 
@@ -110,6 +111,43 @@ def test_the_searches_are_of_the_calls_that_lack_an_entry(monkeypatch: pytest.Mo
 
 def family(problem: Problem) -> Problem:
     return replace(problem, rows=1)
+
+
+def test_one_search_fills_the_gaps_of_a_start_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = "python -m sglang.launch_server --model-path deepseek-ai/DeepSeek-V4-Pro --tp 8 --max-running-requests 64"
+    options = ["--device", "rtx-pro-6000", "--gpu-memory", "80", "--like", start]
+    found = doctor(*options)
+    entries = {what: one[0] for what, one in found.items() if what.startswith("entries of")}
+    (fix,) = {finding["fix"] for finding in entries.values()}
+    assert fix == f"dsv4tune search --like '{start}' --gpu-memory 80"
+    # A prompt's rows, which it searches too, are not captured.
+    assert all(one["text"].startswith("0 of 12 captured sizes have a measured entry") for one in entries.values())
+    rows = {problem.rows for request in searched(monkeypatch, fix) for problem in problems(request)}
+    assert rows == {1, 2, 4, 8, 16, 32, 64, 8192}
+    printed = CliRunner().invoke(app, ["doctor", *options]).stdout
+    assert printed.count(fix) == 1 and printed.index(fix) > printed.index("entries of mla_decode")
+
+
+@pytest.mark.parametrize(
+    ("missing", "added"),
+    [
+        ({"indexer": {12, 16}, "mla_decode": {16, 24, 48, 64}}, " --rows 12,24,48,64"),
+        ({"indexer": {12, 16}, "mla_decode": set()}, " --kernel indexer --rows 12,16"),
+        ({"indexer": set(range(99)), "mla_decode": set()}, " --kernel indexer"),
+    ],
+)
+def test_that_search_leaves_out_what_is_there(
+    monkeypatch: pytest.MonkeyPatch, missing: dict[str, set[int]], added: str
+) -> None:
+    def cell(decision: Decision, _: Decision) -> coverage.Cell:
+        rows, op = decision.problem.rows, decision.problem.op
+        return coverage.Cell(rows, "predicted" if rows in missing[op] else "exact", "")
+
+    monkeypatch.setattr(coverage, "_cell", cell)
+    start = "sglang serve --model-path deepseek-ai/DeepSeek-V4-Flash --tp 8 --max-running-requests 64"
+    found = [one[0] for what, one in doctor("--device", "h200", "--like", start).items() if "entries of" in what]
+    assert {one["fix"] for one in found if one["status"] == "gap"} == {f"dsv4tune search --like '{start}'{added}"}
+    assert all(one["fix"] == "" for one in found if one["status"] == "ok")
 
 
 def test_a_gpu_is_told_by_its_silicon(monkeypatch: pytest.MonkeyPatch) -> None:

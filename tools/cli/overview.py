@@ -109,16 +109,22 @@ def doctor_command(
         server, tokens, _ = served(
             lambda: explain.card_for(device, target), like, gpu_memory, context, tp, draft_tokens, model=model
         )
-        return doctor.Request(card, server, tokens, db)
+        return doctor.Request(card, server, tokens, db, like or "", gpu_memory or "")
 
     request = reading(ask)
-    found = []
+    found: list[doctor.Finding] = []
+
+    def tell_fix(following: str = "") -> None:
+        """What mends the last finding, unless the one that follows is mended by the same."""
+        if not as_json and found and found[-1].fix not in ("", following):
+            typer.echo(f"        {found[-1].fix}")
+
     for finding in doctor.examine(request):
+        tell_fix(finding.fix)
         found.append(finding)
         if not as_json:
             typer.echo(f"{paint(f'{finding.status:8}', _COLOURS[finding.status])}{finding.what}: {finding.text}")
-            if finding.fix:
-                typer.echo(f"        {finding.fix}")
+    tell_fix()
     if as_json:
         typer.echo(json.dumps({"broken": doctor.broken(found), "findings": [f.to_json() for f in found]}))
     if doctor.broken(found):
