@@ -10,8 +10,9 @@ from pathlib import Path
 
 from browser import chromium, launched, visit
 
+from dsv4tune.codegen import models
 from dsv4tune.runtime import wanted
-from dsv4tune.tools.report import budget, page
+from dsv4tune.tools.report import page
 from dsv4tune.tuned.records import Trial
 from dsv4tune.tuned.store import Store
 
@@ -47,7 +48,7 @@ def main() -> None:
         write_database(database)
         benches = [ROOT / f"benchmarks/h200/{kernel}.json" for kernel in ("indexer", "mla_decode")]
         server = wanted.server(CONTEXT)
-        request = page.Request(database, benches, None, server, CONTEXT, server.heads[0], dict(budget.FLASH))
+        request = page.Request(database, benches, None, server, CONTEXT, models.FLASH.layers)
         html.write_text(page.render(request, print), encoding="utf-8")
         for name, width, dark, element, height in PICTURES:
             with visit(browser, html, width, height, dark) as seen:

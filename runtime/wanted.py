@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsv4tune.codegen import ops
+from dsv4tune.codegen.models import FLASH, Model
 from dsv4tune.codegen.ops.indexer import PREFILL_ROWS
 from dsv4tune.codegen.problem import Problem, Silicon
 from dsv4tune.runtime.dispatch import Key
@@ -27,10 +28,9 @@ def batches(most: int, speculative: bool, padding: bool = True) -> list[int]:
 #: Requests of the graphs that it captures by default: up to 512, and up to 256 with speculative decoding.
 CAPTURED, CAPTURED_DRAFTS = tuple(batches(512, False)), tuple(batches(256, True))
 
-#: Heads that SGLang pads an MLA decode's query to, where the kernel behind it takes no fewer.
+#: Heads that SGLang pads an MLA decode's query to, where the kernel behind it takes no fewer. A rank with more has all
+#: 128 of Pro to itself, and shows just these.
 PADDED_HEADS = 64
-#: Query heads of DeepSeek-V4-Flash, split over the ranks of an attention group.
-MODEL_HEADS = 64
 WINDOW, WINDOW_PAGE = 128, 256
 #: Tokens of a page of the server's table.
 TABLE_PAGE = 256
@@ -119,28 +119,31 @@ def table_pages(context: int, draft_tokens: int) -> int:
     return -(-(context + 4 + draft_tokens) // TABLE_PAGE)
 
 
-def extras(table: int, topk: int = 512, ratios: Sequence[int] = (0, 4, 128)) -> tuple[tuple[int, int], ...]:
+def extras(table: int, topk: int, ratios: Sequence[int] = (0, 4, 128)) -> tuple[tuple[int, int], ...]:
     """Page size and width of each compression ratio's cache; a page of 256 tokens holds 64 entries, or 2."""
     known = {0: (0, 0), 4: (64, topk), 128: (2, -(-2 * table // 64) * 64)}
     return tuple(known[ratio] for ratio in ratios if ratio in known)
 
 
 def server(
-    context: int, tp: int = 8, draft_tokens: int = 0, rows: Sequence[int] | None = None, chunk: int = 0, topk: int = 512
+    context: int,
+    tp: int = 8,
+    draft_tokens: int = 0,
+    rows: Sequence[int] | None = None,
+    chunk: int = 0,
+    model: Model = FLASH,
 ) -> Server:
     """A server by its arguments, as `explain` and `warm` are told them.
 
     Args:
         context: tokens.
-        tp: ranks that share the model's 64 query heads.
+        tp: ranks that share the model's query heads.
         rows: of calls; what SGLang captures by default unless given.
         chunk: rows of a prefill chunk, 0 for none.
 
     Raises:
         ValueError: heads that can't be shared by so many ranks.
     """
-    if MODEL_HEADS % tp:
-        raise ValueError(f"--tp {tp} doesn't divide the model's {MODEL_HEADS} heads")
     rows = captured_rows(draft_tokens) if rows is None else rows
     table = table_pages(context, draft_tokens)
-    return Server(table, tuple(rows), (chunk,) if chunk else (), (MODEL_HEADS // tp,), extras(table, topk))
+    return Server(table, tuple(rows), (chunk,) if chunk else (), (model.heads_of(tp),), extras(table, model.topk))

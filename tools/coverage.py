@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dsv4tune.codegen.devices import Device
+from dsv4tune.codegen.models import FLASH, MODELS
 from dsv4tune.codegen.ops.mla_decode_call import CACHES
 from dsv4tune.codegen.problem import Problem
 from dsv4tune.runtime.wanted import Server
@@ -28,18 +30,25 @@ class Cell:
 
 @dataclass(frozen=True)
 class Strip:
-    """The captured sizes of one kernel and cache, and the command that fills the gaps."""
+    """The captured sizes of one kernel and cache, and the command that fills the gaps; "" where no option names it."""
 
+    kernel: str
     name: str
     cells: tuple[Cell, ...]
-    command: str
+    command: str = ""
 
     def count(self, *states: str) -> int:
         return sum(cell.state in states for cell in self.cells)
 
+    @property
+    def open(self) -> list[int]:
+        """Row counts without a measured entry."""
+        return [cell.rows for cell in self.cells if cell.state in ("none", "predicted")]
+
 
 def strips(card: Device, kernel: str, server: Server, context: int, database: Path | None, say: Say) -> list[Strip]:
-    """One strip for each kind of call of this kernel that such a server makes; what none of its calls fits has none."""
+    """One strip for each kind of call of this kernel that such a server captures; what none of them fits has none."""
+    server = replace(server, prefill_rows=())
     found = decisions(card, kernel, server, "measured", database, say)
     # The same lines were told by the first look.
     lenient = decisions(card, kernel, server, "predicted", database, lambda line: None)
@@ -50,10 +59,8 @@ def strips(card: Device, kernel: str, server: Server, context: int, database: Pa
         name = _name(decision.problem)
         problems.setdefault(name, decision.problem)
         grouped.setdefault(name, []).append(_cell(decision, predicted[decision.problem.key]))
-    return [
-        Strip(name, tuple(cells), command(problems[name], context, [c.rows for c in cells if _open(c)]))
-        for name, cells in grouped.items()
-    ]
+    strips = [Strip(kernel, name, tuple(cells)) for name, cells in grouped.items()]
+    return [replace(strip, command=command(problems[strip.name], context, strip.open)) for strip in strips]
 
 
 def decisions(
@@ -61,10 +68,6 @@ def decisions(
 ) -> list[Decision]:
     request = explain.Request(server, [kernel], card, policy, database)
     return [decision for _, decision in explain.decide(request, say)]
-
-
-def _open(cell: Cell) -> bool:
-    return cell.state in ("none", "predicted")
 
 
 def _cell(decision: Decision, lenient: Decision) -> Cell:
@@ -95,9 +98,26 @@ def command(problem: Problem, context: int, rows: Sequence[int]) -> str:
     if problem.op == "mla_decode":
         size, width = getattr(problem, "extra_page_size", 0), getattr(problem, "extra_width", 0)
         cache = CACHES.get(size, "c4")
-        cache = "c4-pro" if cache == "c4" and width != 512 else cache
         parts.append(f"--heads {getattr(problem, 'heads', 0)} --cache {cache}")
+        if cache == "c4":
+            model = next((model for model in MODELS.values() if model.topk == width), None)
+            if model is None:
+                return ""  # of a model that only --like can read
+            parts += [f"--model {model}"] if model is not FLASH else []
     return " ".join(parts)
+
+
+def command_like(like: str, gpu_memory: str, found: Sequence[Strip]) -> str:
+    """The one search that would fill the gaps of all these strips, of the server that starts by `like`."""
+    words = ["dsv4tune", "search", "--like", like, *(["--gpu-memory", gpu_memory] if gpu_memory else [])]
+    kernels = {strip.kernel for strip in found if strip.open}
+    if len(kernels) == 1:
+        words += ["--kernel", *kernels]
+    rows = {count for strip in found for count in strip.open}
+    # Where all sizes are missing, --like alone takes those that enclose them, and prompts where they are served.
+    if rows and rows < {cell.rows for strip in found for cell in strip.cells}:
+        words += ["--rows", ",".join(map(str, spread(sorted(rows))))]
+    return shlex.join(words)
 
 
 def written(tokens: int) -> str:

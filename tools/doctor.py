@@ -50,12 +50,15 @@ class Request:
         card: the named one, None for the GPU here.
         server: whose captured sizes are looked at; `context` is its in tokens.
         database: None for the one that a server would read.
+        like, gpu_memory: what the server was read from, "" where it was not.
     """
 
     card: Device | None
     server: Server
     context: int
     database: Path | None = None
+    like: str = ""
+    gpu_memory: str = ""
 
 
 def examine(request: Request) -> Iterator[Finding]:
@@ -225,18 +228,22 @@ def _baselines(card: Device) -> Iterator[Finding]:
 
 def _entries(card: Device, request: Request) -> Iterator[Finding]:
     told: list[str] = []
+    found: list[coverage.Strip] = []
     for name in ops.OPS:
         try:
-            found = coverage.strips(card, name, request.server, request.context, request.database, told.append)
+            found += coverage.strips(card, name, request.server, request.context, request.database, told.append)
         except ValueError as error:
             yield Finding(f"entries of {name}", "note", str(error))
-            continue
-        for strip in found:
-            covered, predicted = strip.count("exact", "between"), strip.count("predicted")
-            text = f"{covered} of {len(strip.cells)} captured sizes have a measured entry"
-            if predicted:
-                text += f", {predicted} a predicted one only"
-            yield Finding(f"entries of {strip.name}", "gap" if strip.command else "ok", text, strip.command)
+    whole = coverage.command_like(request.like, request.gpu_memory, found) if request.like else ""
+    for strip in found:
+        covered, predicted = strip.count("exact", "between"), strip.count("predicted")
+        text = f"{covered} of {len(strip.cells)} captured sizes have a measured entry"
+        if predicted:
+            text += f", {predicted} a predicted one only"
+        if strip.open:
+            yield Finding(f"entries of {strip.name}", "gap", text, whole or strip.command)
+        else:
+            yield Finding(f"entries of {strip.name}", "ok", text)
     for line in dict.fromkeys(told):
         yield Finding("entries", "note", line)
 

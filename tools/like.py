@@ -14,13 +14,15 @@ import importlib.util
 import json
 import os
 import shlex
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from dsv4tune.codegen.devices import Device
-from dsv4tune.runtime.wanted import MODEL_HEADS, Server, batches, extras, table_pages
+from dsv4tune.codegen.models import Model, by_path
+from dsv4tune.runtime.wanted import Server, batches, extras, table_pages
 
 #: SGLang's default of requests at a time for DeepSeek-V4.
 RUNNING = 256
@@ -34,6 +36,8 @@ _BY_MEMORY = (
 )
 #: Tokens of a request in a verify step where the command names an algorithm and no number.
 DRAFT_TOKENS = 4
+#: Compressed caches of the model's layers by their compression ratio.
+_CACHES = {0: "none", 4: "c4", 128: "c128"}
 
 #: What is read where SGLang is not installed: its field, the spellings, and the type.
 OPTIONS: tuple[tuple[str, tuple[str, ...], type], ...] = (
@@ -67,10 +71,10 @@ class Start:
         draft_tokens: tokens of a request in a verify step; 0 without speculative decoding.
         batches: requests of each captured graph.
         chunk: rows of a prefill chunk.
-        topk: entries that the indexer selects.
         ratios: compression ratios of the model's layers.
+        model: that of `MODELS` by its name, with what its files say where they are here.
         read_by: who read the command.
-        assumed: whether the model is taken for DeepSeek-V4-Flash, because its files are not here.
+        assumed: whether the name alone decided about the model, because its files are not here.
     """
 
     attention_ranks: int
@@ -78,8 +82,8 @@ class Start:
     draft_tokens: int
     batches: tuple[int, ...]
     chunk: int
-    topk: int
     ratios: tuple[int, ...]
+    model: Model
     read_by: str
     assumed: bool = False
 
@@ -90,11 +94,15 @@ class Start:
         return tuple(sorted({size * factor for size in self.batches for factor in (1, each)}))
 
     @property
+    def heads(self) -> int:
+        """Query heads of a rank."""
+        return self.model.heads // self.attention_ranks
+
+    @property
     def server(self) -> Server:
         table = table_pages(self.context, self.draft_tokens)
-        heads = (MODEL_HEADS // self.attention_ranks,)
         prompts = (self.chunk,) if self.chunk > 0 else ()
-        return Server(table, self.rows, prompts, heads, extras(table, self.topk, self.ratios))
+        return Server(table, self.rows, prompts, (self.heads,), extras(table, self.model.topk, self.ratios))
 
     def problems(self, kernels: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
         """Kernel and options of each kind of call, as a search is told them."""
@@ -103,9 +111,8 @@ class Start:
             if kernel == "indexer":
                 found.append((kernel, {}))
                 continue
-            names = {0: "none", 4: "c4" if self.topk == 512 else "c4-pro", 128: "c128"}
-            caches = [names[ratio] for ratio in self.ratios if ratio in names]
-            found += [(kernel, {"heads": MODEL_HEADS // self.attention_ranks, "cache": cache}) for cache in caches]
+            caches = [_CACHES[ratio] for ratio in self.ratios if ratio in _CACHES]
+            found += [(kernel, {"heads": self.heads, "cache": cache, "model": self.model}) for cache in caches]
         return found
 
     def rows_to_search(self, card: Device) -> list[int]:
@@ -115,9 +122,9 @@ class Start:
 
     def __str__(self) -> str:
         drafts = f", {self.draft_tokens} draft tokens" if self.draft_tokens else ""
-        model = "; the model is not on this machine: taken for DeepSeek-V4-Flash" if self.assumed else ""
+        model = f"; the model is not on this machine: taken for {self.model.title}" if self.assumed else ""
         return (
-            f"{self.attention_ranks} ranks share the heads, context {self.context}{drafts}, "
+            f"{self.attention_ranks} ranks share {self.model.heads} heads, context {self.context}{drafts}, "
             f"{len(self.batches)} captured batches up to {max(self.batches)} (read by {self.read_by}{model})"
         )
 
@@ -141,10 +148,11 @@ def read(command: str, card: Device, memory_gb: float | None = None) -> Start:
     if values.get("enable_dp_attention") and groups == 1:
         groups = int(values.get("dp_size") or 1)
     split = groups * int(values.get("attn_cp_size") or 1)
-    if tp % split or MODEL_HEADS % (tp // split):
-        raise ValueError(f"--like: {tp} ranks in {split} attention groups don't share the model's {MODEL_HEADS} heads")
-    drafts = _draft_tokens(values)
     config = _model_config(values.get("model_path"))
+    model = _model(values.get("model_path"), config)
+    if tp % split or model.heads % (tp // split):
+        raise ValueError(f"--like: {tp} ranks in {split} attention groups don't share the model's {model.heads} heads")
+    drafts = _draft_tokens(values)
     chunk = values.get("chunked_prefill_size")
     if chunk is None:
         chunk = next(tokens for below, tokens, *_ in _BY_MEMORY if memory < below)
@@ -154,8 +162,8 @@ def read(command: str, card: Device, memory_gb: float | None = None) -> Start:
         draft_tokens=drafts,
         batches=tuple(_captured(values, tp, groups, tp // split, bool(drafts), memory)),
         chunk=max(0, int(chunk)) // groups,
-        topk=int(config.get("index_topk") or 512),
         ratios=tuple(dict.fromkeys(config.get("compress_ratios") or (0, 4, 128))),
+        model=model,
         read_by=read_by,
         assumed=not config,
     )
@@ -267,6 +275,19 @@ def _decode_config(given: Any) -> dict[str, Any]:
     return {name: getattr(phase, name, None) for name in ("max_bs", "bs")} if phase is not None else {}
 
 
+def _model(path: Any, config: Mapping[str, Any]) -> Model:
+    """By its name, and where its files are here by what they say."""
+    model = by_path(path)
+    # Draft layers follow those that are counted.
+    ratios = Counter((config.get("compress_ratios") or ())[: config.get("num_hidden_layers")])
+    return replace(
+        model,
+        heads=int(config.get("num_attention_heads") or model.heads),
+        topk=int(config.get("index_topk") or model.topk),
+        layers={_CACHES[ratio]: count for ratio, count in ratios.items() if ratio in _CACHES} or model.layers,
+    )
+
+
 def _model_config(path: Any) -> dict[str, Any]:
     """The model's ``config.json`` from its folder or the hub's cache; {} where it is in neither."""
     hub = Path(os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME") or "~/.cache/huggingface") / "hub")
@@ -275,7 +296,9 @@ def _model_config(path: Any) -> dict[str, Any]:
         with contextlib.suppress(OSError, ValueError):
             found = json.loads(file.read_text(encoding="utf-8"))
             if isinstance(found, dict):
-                return found
+                # A model that also sees keeps what is asked for in a part of its own.
+                text = found.get("text_config")
+                return {**text, **found} if isinstance(text, dict) else found
     return {}
 
 

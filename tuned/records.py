@@ -213,7 +213,7 @@ class Trial(Record):
 
 
 class Tried(Record):
-    """What a trial says of its config alone, for readers of very many; fields as in `Trial`, `timed` its times' lengths."""
+    """What a trial says of its config alone, for readers of very many; fields as in `Trial`, `timed` its lengths."""
 
     config: dict[str, int | str]
     status: Status

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 from dsv4tune.codegen.devices import Device
 from dsv4tune.codegen.later import torch
+from dsv4tune.codegen.models import FLASH, Model
 from dsv4tune.codegen.op import Argument, Buffer, Launch, Op, Plan, Verdict, Work
 from dsv4tune.codegen.ops import mla_decode_check, mla_decode_timing
 from dsv4tune.codegen.ops.mla_decode_call import (
@@ -83,9 +84,6 @@ _PARAMETERS = (
 
 LOG2_E = math.log2(math.e)
 
-#: Query heads of DeepSeek-V4-Flash.
-MODEL_HEADS = 64
-
 #: Prefill chunks come through the same function: rows of one prompt.
 PREFILL_ROWS = 1024
 
@@ -113,16 +111,15 @@ class MlaDecode(Op[MlaDecodeProblem, MlaDecodeCall]):
         return MlaDecodeProblem(rows=rows, silicon=silicon, **{"heads": 8, **options})
 
     def options(self, given: Mapping[str, Any], max_context: int, draft_tokens: int) -> dict[str, Any]:
-        """``heads`` or ``tp`` (ranks that share 64 heads), and ``cache``: that of the layer, c4 unless given."""
+        """``heads`` or ``tp`` (ranks that share the model's, 8 unless given), ``cache``: that of the layer, c4 unless
+        given, and ``model``: a `Model`, Flash unless given."""
         heads, tp, cache = given.get("heads"), given.get("tp"), given.get("cache", "c4")
+        model: Model = given.get("model", FLASH)
         if heads is not None and tp is not None:
             raise ValueError("--heads and --tp say the same: give one")
-        if tp is not None and MODEL_HEADS % tp:
-            raise ValueError(f"--tp {tp} doesn't divide the model's {MODEL_HEADS} heads: give --heads")
         # Page size and columns of the index tensor.
         caches = {
-            "c4": (64, 512),
-            "c4-pro": (64, 1024),
+            "c4": (64, model.topk),
             "c128": (2, self.width(max_context, draft_tokens)),
             "none": (0, 0),
         }
@@ -130,7 +127,7 @@ class MlaDecode(Op[MlaDecodeProblem, MlaDecodeCall]):
             raise ValueError(f"unknown --cache '{cache}': use one of {', '.join(caches)}")
         page, width = caches[cache]
         return {
-            "heads": heads or (MODEL_HEADS // tp if tp else 8),
+            "heads": heads or model.heads_of(tp or 8),
             "extra_page_size": page,
             "extra_width": width,
         }

@@ -17,7 +17,7 @@ ROW_BYTES, FOOTER_BYTES = 576, 8
 TOKEN_BYTES = ROW_BYTES + FOOTER_BYTES
 
 LAYOUTS = ("fp8_ue8m0_bf16_rope",)
-#: Compressed caches of the model's layers by their page size; the command line's words, but for c4-pro, a wider c4.
+#: Compressed caches of the model's layers by their page size; the command line's words.
 CACHES = {0: "none", 64: "c4", 2: "c128"}
 PAGE_SIZES = (2, 4, 8, 16, 32, 64, 128, 256)
 MAX_HEADS = 128

@@ -14,7 +14,7 @@ from pools import answers
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dsv4tune.codegen import devices, ops
+from dsv4tune.codegen import devices, models, ops
 from dsv4tune.codegen.compile import compile_config
 from dsv4tune.codegen.devices import Device
 from dsv4tune.codegen.ops.mla_decode import MlaDecode, even_splits, groups, refuse
@@ -136,7 +136,12 @@ def test_command_line_options_become_fields(op: MlaDecode) -> None:
     assert (problem.heads, problem.extra_width) == (16, 0) and op.profile(problem, 0).lengths == (128,)
     assert op.profile(op.problem(1, problem.silicon), 0).lengths == (1, 64, 512)
     assert op.profile(op.problem(4096, problem.silicon), 0).causal
-    with pytest.raises(ValueError, match="tp"):
+    pro = {"model": models.PRO}
+    assert op.options({}, 1 << 20, 0) == {"heads": 8, "extra_page_size": 64, "extra_width": 512}
+    assert op.options(pro, 1 << 20, 0) == {"heads": 16, "extra_page_size": 64, "extra_width": 1024}
+    assert op.options({"tp": 1, "cache": "c128"} | pro, 1 << 20, 0)["heads"] == 128
+    assert op.options({"heads": 4} | pro, 1 << 20, 0) == {"heads": 4, "extra_page_size": 64, "extra_width": 1024}
+    with pytest.raises(ValueError, match="--tp 3 doesn't divide the 64 query heads"):
         op.options({"tp": 3}, 1 << 20, 0)
     with pytest.raises(ValueError, match="unknown"):
         op.options({"cache": "c5"}, 1 << 20, 0)

@@ -11,6 +11,7 @@ import torch
 
 from dsv4tune.codegen import ops
 from dsv4tune.codegen.devices import DEVICES
+from dsv4tune.codegen.models import PRO
 from dsv4tune.runtime import runner, wanted
 from dsv4tune.runtime.kernels import key_of
 
@@ -42,9 +43,22 @@ def test_prefill_chunks_are_wanted_too() -> None:
     assert found[1].keys == [("indexer", 8192, 64, None)]
 
 
+@pytest.mark.parametrize(("tp", "heads", "shown"), [(1, 128, ()), (2, 64, ()), (4, 32, (64,)), (8, 16, (64,))])
+def test_pro_has_twice_the_heads_and_twice_the_entries(tp: int, heads: int, shown: tuple[int, ...]) -> None:
+    server = wanted.server(131_072, tp=tp, rows=[1], model=PRO)
+    assert server.heads == (heads,) and server.extras == ((0, 0), (64, 1024), (2, 1088))
+    found = server.wanted(SILICON, ["mla_decode"])
+    assert [getattr(one.problem, "heads", 0) for one in found] == [heads] * 3
+    # What SGLang 0.5.23 pads to (deepseek_v4.py, _kernel_num_heads): 64, and a rank with 128 has no padding.
+    assert all(one.shown == shown for one in found)
+    assert {key[2] for one in found for key in one.keys} == {heads, *shown}
+
+
 def test_ranks_that_do_not_divide_the_heads() -> None:
-    with pytest.raises(ValueError, match="--tp 3 doesn't divide"):
+    with pytest.raises(ValueError, match="--tp 3 doesn't divide the 64 query heads of DeepSeek-V4-Flash"):
         wanted.server(131_072, tp=3)
+    with pytest.raises(ValueError, match="--tp 256 doesn't divide the 128 query heads of DeepSeek-V4-Pro"):
+        wanted.server(131_072, tp=256, model=PRO)
 
 
 def test_shapes_that_no_kernel_serves_are_left_out() -> None:

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
+from dsv4tune.codegen import models
 from dsv4tune.codegen.devices import DEVICES
 from dsv4tune.runtime import wanted
 from dsv4tune.tools import like
 
 CARD = DEVICES["rtx-pro-6000"]
 START = "python -m sglang.launch_server --model-path deepseek-ai/DeepSeek-V4-Flash"
+PRO = START.replace("Flash", "Pro")
 COMMANDS = [
     "--tp 8 --context-length 131072",
     "--tp-size 4 --max-running-requests 64 --mem-fraction-static 0.85",
@@ -29,12 +31,13 @@ COMMANDS = [
 ]
 
 
-@pytest.mark.parametrize("options", COMMANDS)
-def test_our_reading_is_that_of_sglangs_parser(options: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    by_sglang = like.read(f"{START} {options}", CARD)
+@pytest.mark.parametrize("command", [*(f"{START} {options}" for options in COMMANDS), f"{PRO} --tp 8"])
+def test_our_reading_is_that_of_sglangs_parser(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    by_sglang = like.read(command, CARD)
     assert by_sglang.read_by == "SGLang's own parser"
+    assert by_sglang.model == (models.PRO if command.startswith(PRO) else models.FLASH)
     monkeypatch.setattr(like, "_by_sglang", lambda argv: None)
-    by_hand = like.read(f"{START} {options}", CARD)
+    by_hand = like.read(command, CARD)
     assert {**vars(by_sglang), "read_by": ""} == {**vars(by_hand), "read_by": ""}
 
 

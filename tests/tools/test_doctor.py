@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -14,12 +16,14 @@ from pages import write_searches
 from typer.testing import CliRunner
 
 from dsv4tune.codegen import compile as compile_module
-from dsv4tune.codegen import devices
+from dsv4tune.codegen import devices, models, ops
 from dsv4tune.codegen.compile import Report
 from dsv4tune.codegen.devices import DEVICES
-from dsv4tune.runtime import compilers, targets
-from dsv4tune.tools import gpu
+from dsv4tune.codegen.problem import Problem
+from dsv4tune.runtime import compilers, targets, wanted
+from dsv4tune.tools import coverage, gpu, tune
 from dsv4tune.tools.cli import app
+from dsv4tune.tuned.selector import Decision
 from dsv4tune.tuned.store import Store
 
 
@@ -33,6 +37,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     # Other tests have had other tools in this process.
     compile_module._ptxas_version.cache_clear()
     monkeypatch.setenv("DSV4TUNE_DB", str(tmp_path / "tuned.db"))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     for name in ("SGLANG_PLUGINS", "DSV4TUNE_DISABLE", "DSV4TUNE_POLICY"):
         monkeypatch.delenv(name, raising=False)
 
@@ -73,6 +78,76 @@ def test_sizes_without_an_entry_come_with_the_search_that_fills_them(tmp_path: P
     decode = found["entries of mla_decode, 16 heads, c128 layers"][0]
     assert "--heads 16 --cache c128" in decode["fix"] and decode["text"].startswith("0 of 52")
     assert found["database"][0]["text"].endswith("2 problems, 6 trials")
+
+
+def searched(monkeypatch: pytest.MonkeyPatch, command: str) -> list[tune.Request]:
+    """What a printed command would search."""
+    asked: list[tune.Request] = []
+
+    def answer(requests: list[tune.Request], watch: Any) -> list[Any]:
+        asked.extend(requests)
+        raise ValueError("enough")
+
+    monkeypatch.setattr(tune, "tune_all", answer)
+    CliRunner().invoke(app, [*shlex.split(command)[1:], "--device", "rtx-pro-6000"])
+    return asked
+
+
+def problems(request: tune.Request) -> list[Problem]:
+    return [problem for problem, _ in tune._problems(request)]
+
+
+@pytest.mark.parametrize("model", ["flash", "pro"])
+def test_the_searches_are_of_the_calls_that_lack_an_entry(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
+    found = doctor("--device", "rtx-pro-6000", "--tp", 2, "--context", "128k", "--model", model)
+    fixes = [one[0]["fix"] for what, one in found.items() if what.startswith("entries of")]
+    assert len(fixes) == 4 and all(fixes)
+    named = {p for fix in fixes for request in searched(monkeypatch, fix) for p in problems(request)}
+    server = wanted.server(1 << 17, 2, model=models.named(model))
+    calls = {one.problem for one in server.wanted(DEVICES["rtx-pro-6000"].silicon, ops.OPS)}
+    assert named <= calls and {problem.rows for problem in named} >= {1, 512}
+    assert {family(problem) for problem in named} == {family(problem) for problem in calls}
+
+
+def family(problem: Problem) -> Problem:
+    return replace(problem, rows=1)
+
+
+def test_one_search_fills_the_gaps_of_a_start_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = "python -m sglang.launch_server --model-path deepseek-ai/DeepSeek-V4-Pro --tp 8 --max-running-requests 64"
+    options = ["--device", "rtx-pro-6000", "--gpu-memory", "80", "--like", start]
+    found = doctor(*options)
+    entries = {what: one[0] for what, one in found.items() if what.startswith("entries of")}
+    (fix,) = {finding["fix"] for finding in entries.values()}
+    assert fix == f"dsv4tune search --like '{start}' --gpu-memory 80"
+    # A prompt's rows, which it searches too, are not captured.
+    assert all(one["text"].startswith("0 of 12 captured sizes have a measured entry") for one in entries.values())
+    rows = {problem.rows for request in searched(monkeypatch, fix) for problem in problems(request)}
+    assert rows == {1, 2, 4, 8, 16, 32, 64, 8192}
+    printed = CliRunner().invoke(app, ["doctor", *options]).stdout
+    assert printed.count(fix) == 1 and printed.index(fix) > printed.index("entries of mla_decode")
+
+
+@pytest.mark.parametrize(
+    ("missing", "added"),
+    [
+        ({"indexer": {12, 16}, "mla_decode": {16, 24, 48, 64}}, " --rows 12,24,48,64"),
+        ({"indexer": {12, 16}, "mla_decode": set()}, " --kernel indexer --rows 12,16"),
+        ({"indexer": set(range(99)), "mla_decode": set()}, " --kernel indexer"),
+    ],
+)
+def test_that_search_leaves_out_what_is_there(
+    monkeypatch: pytest.MonkeyPatch, missing: dict[str, set[int]], added: str
+) -> None:
+    def cell(decision: Decision, _: Decision) -> coverage.Cell:
+        rows, op = decision.problem.rows, decision.problem.op
+        return coverage.Cell(rows, "predicted" if rows in missing[op] else "exact", "")
+
+    monkeypatch.setattr(coverage, "_cell", cell)
+    start = "sglang serve --model-path deepseek-ai/DeepSeek-V4-Flash --tp 8 --max-running-requests 64"
+    found = [one[0] for what, one in doctor("--device", "h200", "--like", start).items() if "entries of" in what]
+    assert {one["fix"] for one in found if one["status"] == "gap"} == {f"dsv4tune search --like '{start}'{added}"}
+    assert all(one["fix"] == "" for one in found if one["status"] == "ok")
 
 
 def test_a_gpu_is_told_by_its_silicon(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from dsv4tune.codegen.devices import DEVICES
+from dsv4tune.codegen import ops
+from dsv4tune.codegen.devices import DEVICES, Device
+from dsv4tune.codegen.models import FLASH
 from dsv4tune.runtime.wanted import CAPTURED
 from dsv4tune.tools import like, tune
 from dsv4tune.tools.cli import app
@@ -21,7 +23,8 @@ START = "python -m sglang.launch_server --model-path deepseek-ai/DeepSeek-V4-Fla
 
 
 @pytest.fixture(autouse=True)
-def without_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_sglang(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "sglang" else real(name, *a))
 
@@ -86,16 +89,46 @@ def test_attention_groups_share_requests_and_heads() -> None:
     assert read("--tp 8 --dp 4").attention_ranks == 8, "replicas of the whole model"
 
 
+def widths(start: like.Start, card: Device) -> set[tuple[int, int, int]]:
+    """Heads, page and width of the caches that a search for this server is told of."""
+    op = ops.get("mla_decode")
+    options = [op.options(given, start.context, start.draft_tokens) for _, given in start.problems(["mla_decode"])]
+    problems = [op.problem(1, card.silicon, **one) for one in options]
+    return {(problem.heads, problem.extra_page_size, problem.extra_width) for problem in problems}
+
+
+@pytest.mark.parametrize(
+    ("path", "title", "tp", "heads", "topk"),
+    [
+        ("deepseek-ai/DeepSeek-V4-Flash", "DeepSeek-V4-Flash", 8, 8, 512),
+        ("deepseek-ai/DeepSeek-V4-Pro", "DeepSeek-V4-Pro", 8, 16, 1024),
+        ("/models/deepseek_v4_pro-fp8/snapshot", "DeepSeek-V4-Pro", 16, 8, 1024),
+        ("deepseek-ai/DeepSeek-V4-Pro", "DeepSeek-V4-Pro", 1, 128, 1024),
+        ("/data/v4-projects/pro", "DeepSeek-V4-Flash", 64, 1, 512),
+    ],
+)
+def test_a_model_that_is_not_here_is_taken_by_its_name(path: str, title: str, tp: int, heads: int, topk: int) -> None:
+    start = like.read(f"sglang serve --model-path {path} --tp {tp} --context-length 131072", CARD)
+    assert start.server.heads == (heads,)
+    assert widths(start, CARD) == {(heads, 0, 0), (heads, 64, topk), (heads, 2, 1088)}
+    assert {(heads, *extra) for extra in start.server.extras} == widths(start, CARD), "searched is what is served"
+    assert f"{tp} ranks share {heads * tp} heads" in str(start)
+    assert str(start).endswith(f"; the model is not on this machine: taken for {title})")
+
+
 def test_the_models_own_config_where_it_lies_here(tmp_path: Path) -> None:
-    facts = {"max_position_embeddings": 65_536, "index_topk": 1024, "compress_ratios": [128, 4, 128, 4]}
+    facts = {
+        "max_position_embeddings": 65_536, "num_attention_heads": 96, "index_topk": 2048,
+        "compress_ratios": [128, 4, 128, 4], "num_hidden_layers": 3,
+    }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(facts))
     start = like.read(f"sglang serve --model-path {tmp_path} --tp 4", CARD)
-    assert (start.context, start.topk, start.ratios) == (65_536, 1024, (128, 4))
-    assert start.problems(["mla_decode"]) == [
-        ("mla_decode", {"heads": 16, "cache": "c128"}),
-        ("mla_decode", {"heads": 16, "cache": "c4-pro"}),
-    ]
-    assert "taken for" not in str(start)
+    assert (start.context, start.heads, start.ratios) == (65_536, 24, (128, 4))
+    assert start.model.layers == {"c128": 2, "c4": 1}, "without the draft layer"
+    assert widths(start, CARD) == {(24, 2, 576), (24, 64, 2048)} and start.server.extras == ((2, 576), (64, 2048))
+    assert "4 ranks share 96 heads" in str(start) and "taken for" not in str(start)
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": facts, "vision_config": {}}))
+    assert like.read(f"sglang serve --model-path {tmp_path} --tp 4", CARD) == start
 
 
 @pytest.mark.parametrize("variable", ["HF_HOME", "HF_HUB_CACHE"])
@@ -104,15 +137,16 @@ def test_the_models_config_in_the_hubs_cache(tmp_path: Path, monkeypatch: pytest
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(variable, str(tmp_path))
     command = "sglang serve --model-path deepseek-ai/DeepSeek-V4-Pro --tp 8"
-    assert like.read(command, CARD).topk == 512 and "taken for DeepSeek-V4-Flash" in str(like.read(command, CARD))
+    assert "taken for DeepSeek-V4-Pro" in str(like.read(command, CARD))
     hub = tmp_path / "hub" if variable == "HF_HOME" else tmp_path
-    for age, (revision, topk) in enumerate((("new", 1024), ("old", 256))):
+    for age, (revision, topk) in enumerate((("new", 2048), ("old", 256))):
         snapshot = hub / "models--deepseek-ai--DeepSeek-V4-Pro" / "snapshots" / revision
         snapshot.mkdir(parents=True)
         (snapshot / "config.json").write_text(json.dumps({"index_topk": topk}))
         os.utime(snapshot / "config.json", (1e9 - age, 1e9 - age))
     start = like.read(command, CARD)
-    assert start.topk == 1024 and "taken for" not in str(start)
+    assert start.model.topk == 2048 and "taken for" not in str(start)
+    assert start.heads == 16, "what the file doesn't say is the name's"
 
 
 @pytest.mark.parametrize(
@@ -136,6 +170,7 @@ def test_start_commands_are_found(command: str) -> None:
         ("python -m sglang.launch_server '", "can't be read (No closing quotation)"),
         (f"{START} --tp eight", "--like: argument --tp-size/--tp/--tensor-parallel-size: invalid int value: 'eight'"),
         (f"{START} --tp 6", "--like: 6 ranks in 1 attention groups don't share the model's 64 heads"),
+        (f"{START.replace('Flash', 'Pro')} --tp 6", "don't share the model's 128 heads"),
         (f"{START} --tp 8 --cuda-graph-config x", "--cuda-graph-config is no JSON"),
     ],
 )
@@ -149,6 +184,10 @@ def test_bad_commands_are_one_line(command: str, says: str) -> None:
     [
         ("explain", ["--like", START, "--tp", "8"], "--tp is said by --like already"),
         ("search", ["--like", START, "--context", "1M"], "--context is said by --like already"),
+        ("search", ["--like", START, "--model", "pro"], "--model is said by --like already"),
+        ("explain", ["--like", START, "--model", "pro"], "--model is said by --like already"),
+        ("doctor", ["--like", START, "--model", "flash"], "--model is said by --like already"),
+        ("report", ["--like", START, "--model", "flash"], "--model is said by --like already"),
         ("search", ["--like", START, "--heads", "8"], "--heads is said by --like already"),
         ("search", ["--gpu-memory", "96", "--kernel", "indexer"], "--gpu-memory goes with --like"),
         ("doctor", ["--gpu-memory", "96"], "--gpu-memory goes with --like"),
@@ -170,15 +209,14 @@ def test_a_search_tunes_what_the_server_captures(monkeypatch: pytest.MonkeyPatch
         raise ValueError("enough")
 
     monkeypatch.setattr(tune, "tune_all", answer)
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     options = ["--device", "rtx-pro-6000", "--db", str(tmp_path / "tuned.db"), "--like"]
     command = f"{START} --tp 8 --context-length 131072 --max-running-requests 16"
     result = CliRunner().invoke(app, ["search", *options, command])
-    assert "like: 8 ranks share the heads, context 131072, 6 captured batches up to 16" in result.stderr
+    assert "like: 8 ranks share 64 heads, context 131072, 6 captured batches up to 16" in result.stderr
     assert "the model is not on this machine: taken for DeepSeek-V4-Flash" in result.stderr
     assert [(r.kernel, r.options) for r in asked] == [
         ("indexer", {}),
-        *(("mla_decode", {"heads": 8, "cache": cache}) for cache in ("none", "c4", "c128")),
+        *(("mla_decode", {"heads": 8, "cache": cache, "model": FLASH}) for cache in ("none", "c4", "c128")),
     ]
     # On sm_120 a prompt's chunk goes through the same functions.
     assert all(list(r.rows) == [1, 2, 4, 8, 16, 8192] and r.max_context == 131_072 for r in asked)

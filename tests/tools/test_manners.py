@@ -21,6 +21,7 @@ COMPLETE = "import sys; sys.argv = ['dsv4tune']; from dsv4tune.tools.cli import 
         ("dsv4tune do", ["doctor"]),
         ("dsv4tune search --kernel ", ["indexer", "mla_decode"]),
         ("dsv4tune explain --policy s", ["strict"]),
+        ("dsv4tune warm --model p", ["pro"]),
     ],
 )
 def test_shells_complete_words(typed: str, offered: list[str]) -> None:
@@ -39,6 +40,10 @@ def test_shells_complete_words(typed: str, offered: list[str]) -> None:
         (["explain", "--target", "sm120"], "did you mean 'sm_120'?"),
         (["explain", "--device", "RTX-Pro-600"], "did you mean 'rtx-pro-6000'?"),
         (["explain", "--device", "h200", "--policy", "mesured"], "did you mean 'measured'?"),
+        (["explain", "--device", "h200", "--model", "Flsh"], "did you mean 'flash'?"),
+        (["search", "--device", "h200", "--kernel", "mla_decode", "--model", "prp"], "did you mean 'pro'?"),
+        (["record", "--device", "h200", "--kernel", "mla_decode", "--model", "prp"], "did you mean 'pro'?"),
+        (["emulate", "--target", "sm_120", "--kernel", "mla_decode", "--model", "prp"], "did you mean 'pro'?"),
     ],
 )
 def test_a_near_miss_names_what_was_meant(arguments: list[str], says: str) -> None:

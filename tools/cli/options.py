@@ -16,6 +16,7 @@ import typer
 from dsv4tune.codegen.space import Config
 
 if TYPE_CHECKING:
+    from dsv4tune.codegen.models import Model
     from dsv4tune.tuned.store import Filter
 
 
@@ -44,6 +45,12 @@ def targets() -> list[str]:
     from dsv4tune.codegen.devices import TARGETS
 
     return list(TARGETS)
+
+
+def models() -> list[str]:
+    from dsv4tune.codegen.models import MODELS
+
+    return list(MODELS)
 
 
 def devices() -> list[str]:
@@ -97,18 +104,28 @@ GpuMemory = Annotated[
         "--gpu-memory", help="With --like: GB of one GPU, by which SGLang sizes its batches [default: the card's]"
     ),
 ]
-Heads = Annotated[int | None, typer.Option("--heads", min=1, help="mla_decode: query heads of a rank [default: 8]")]
-Tp = Annotated[int | None, typer.Option("--tp", min=1, help="Ranks that share the model's 64 query heads [default: 8]")]
+Heads = Annotated[
+    int | None, typer.Option("--heads", min=1, help="mla_decode: query heads of a rank [default: by --model and --tp]")
+]
+ModelName = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        autocompletion=models,
+        help="DeepSeek-V4 of the server: flash (64 query heads, c4 of 512 columns) or pro (128, 1024) [default: flash]",
+    ),
+]
+Tp = Annotated[int | None, typer.Option("--tp", min=1, help="Ranks that share the model's query heads [default: 8]")]
 OneTp = Annotated[
     int | None,
-    typer.Option("--tp", min=1, help="mla_decode: ranks that share the model's 64 query heads, for --heads."),
+    typer.Option("--tp", min=1, help="mla_decode: ranks that share the model's query heads, for --heads [default: 8]"),
 ]
 Cache = Annotated[
     str | None,
     typer.Option(
         "--cache",
-        autocompletion=lambda: ["c4", "c4-pro", "c128", "none"],
-        help="mla_decode: compressed cache of the layer: c4, c4-pro, c128 or none [default: c4]",
+        autocompletion=lambda: ["c4", "c128", "none"],
+        help="mla_decode: compressed cache of the layer: c4, c128 or none [default: c4]",
     ),
 ]
 Budget = Annotated[str | None, typer.Option(help="Stop after this time, such as 90s, 10m or 1h30m.")]
@@ -240,6 +257,12 @@ def read_memory(text: str | None) -> float | None:
     return float(found[1]) if found is not None else None
 
 
+def read_model(name: str | None) -> Model | None:
+    from dsv4tune.codegen.models import named
+
+    return None if name is None else named(name)
+
+
 def refuse_memory(text: str | None) -> None:
     if text is not None:
         raise ValueError("--gpu-memory goes with --like: name both")
@@ -254,9 +277,9 @@ def served(
     draft_tokens: int | None = None,
     rows: str = "captured",
     chunk: str | None = None,
-    topk: int | None = None,
-) -> tuple[Any, int]:
-    """The server that these options describe (`dsv4tune.runtime.wanted.Server`) and its context in tokens.
+    model: str | None = None,
+) -> tuple[Any, int, Model]:
+    """The server that these options describe (`dsv4tune.runtime.wanted.Server`), its context in tokens and its model.
 
     Args:
         card: a function that gives the card that the server runs on; asked where a start command is to be read.
@@ -264,6 +287,7 @@ def served(
     Raises:
         ValueError: a value that makes no sense, or two options that say the same.
     """
+    from dsv4tune.codegen.models import FLASH
     from dsv4tune.runtime import wanted
 
     counts = None if rows == "captured" else read_rows(rows)
@@ -271,12 +295,13 @@ def served(
         refuse_memory(gpu_memory)
         tokens = read_count(context or "1M", "--context")
         prompt = 0 if chunk in (None, "0") else read_count(str(chunk), "--chunk")
-        return wanted.server(tokens, tp or 8, draft_tokens or 0, counts, prompt, topk or 512), tokens
+        named = read_model(model) or FLASH
+        return wanted.server(tokens, tp or 8, draft_tokens or 0, counts, prompt, named), tokens, named
     start = read_like(
-        card, like, read_memory(gpu_memory), context=context, tp=tp, draft_tokens=draft_tokens, chunk=chunk, topk=topk
+        card, like, read_memory(gpu_memory), context=context, tp=tp, draft_tokens=draft_tokens, chunk=chunk, model=model
     )
     server = start.server
-    return (server if counts is None else replace(server, rows=tuple(counts))), start.context
+    return (server if counts is None else replace(server, rows=tuple(counts))), start.context, start.model
 
 
 def read_like(card: Any, like: str, memory: float | None, tell: Any = None, **others: Any) -> Any:

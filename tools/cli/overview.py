@@ -17,6 +17,7 @@ from dsv4tune.tools.cli.options import (
     Drafts,
     GpuMemory,
     Like,
+    ModelName,
     OneKernel,
     Target,
     Tp,
@@ -41,11 +42,15 @@ def report_command(
     like: Like = None,
     gpu_memory: GpuMemory = None,
     context: Context = None,
+    model: ModelName = None,
     tp: Tp = None,
     draft_tokens: Drafts = None,
     layers: Annotated[
-        str, typer.Option(help="Layers of the model by their compressed cache, for the time of a decode step.")
-    ] = "none=2,c4=21,c128=20",
+        str | None,
+        typer.Option(
+            help="Layers by compressed cache for the time of a decode step: c4=21,c128=20 [default: those of the model]"
+        ),
+    ] = None,
     db: Db = None,
 ) -> None:
     """Write one self-contained page of all that was tuned.
@@ -65,11 +70,10 @@ def report_command(
 
     def render() -> str:
         # Batches follow from the memory: of the GPU here, else of the card that the shipped entries are for.
-        server, tokens = served(
-            lambda: devices.here() or devices.named("h200"), like, gpu_memory, context, tp, draft_tokens
-        )
-        named = budget.read_layers(layers)
-        wanted = page.Request(db, bench or (), kernel, server, tokens, server.heads[0], named, like or "")
+        card = devices.here() or devices.named("h200")
+        server, tokens, of = served(lambda: card, like, gpu_memory, context, tp, draft_tokens, model=model)
+        counts = of.layers if layers is None else budget.read_layers(layers)
+        wanted = page.Request(db, bench or (), kernel, server, tokens, counts, like or "")
         return page.render(wanted, say)
 
     text = reading(render)
@@ -86,6 +90,7 @@ def doctor_command(
     like: Like = None,
     gpu_memory: GpuMemory = None,
     context: Context = None,
+    model: ModelName = None,
     tp: Tp = None,
     draft_tokens: Drafts = None,
     db: Db = None,
@@ -101,17 +106,25 @@ def doctor_command(
 
     def ask() -> doctor.Request:
         card = devices.named(device, target) if device is not None or target is not None else None
-        server, tokens = served(lambda: explain.card_for(device, target), like, gpu_memory, context, tp, draft_tokens)
-        return doctor.Request(card, server, tokens, db)
+        server, tokens, _ = served(
+            lambda: explain.card_for(device, target), like, gpu_memory, context, tp, draft_tokens, model=model
+        )
+        return doctor.Request(card, server, tokens, db, like or "", gpu_memory or "")
 
     request = reading(ask)
-    found = []
+    found: list[doctor.Finding] = []
+
+    def tell_fix(following: str = "") -> None:
+        """What mends the last finding, unless the one that follows is mended by the same."""
+        if not as_json and found and found[-1].fix not in ("", following):
+            typer.echo(f"        {found[-1].fix}")
+
     for finding in doctor.examine(request):
+        tell_fix(finding.fix)
         found.append(finding)
         if not as_json:
             typer.echo(f"{paint(f'{finding.status:8}', _COLOURS[finding.status])}{finding.what}: {finding.text}")
-            if finding.fix:
-                typer.echo(f"        {finding.fix}")
+    tell_fix()
     if as_json:
         typer.echo(json.dumps({"broken": doctor.broken(found), "findings": [f.to_json() for f in found]}))
     if doctor.broken(found):

@@ -18,6 +18,7 @@ from dsv4tune.tools.cli.options import (
     GpuMemory,
     Jobs,
     Like,
+    ModelName,
     OneKernel,
     Rows,
     Target,
@@ -29,9 +30,6 @@ from dsv4tune.tools.cli.options import (
 )
 
 Chunk = Annotated[str | None, typer.Option(help="Rows of a prefill chunk such as 8k, 0 for none [default: 0]")]
-TopK = Annotated[
-    int | None, typer.Option(help="Entries that the indexer selects: 512 (Flash) or 1024 (Pro) [default: 512]")
-]
 Policy = Annotated[
     str,
     typer.Option(
@@ -45,10 +43,10 @@ def explain_command(
     rows: Rows = None,
     like: Like = None,
     gpu_memory: GpuMemory = None,
+    model: ModelName = None,
     tp: Tp = None,
     context: Context = None,
     draft_tokens: Drafts = None,
-    topk: TopK = None,
     chunk: Chunk = None,
     kernel: OneKernel = None,
     target: Target = None,
@@ -69,10 +67,10 @@ def explain_command(
         rows or ("64" if like is None else "captured"),
         like,
         gpu_memory,
+        model,
         tp,
         context,
         draft_tokens,
-        topk,
         chunk,
         kernel,
         target,
@@ -103,10 +101,10 @@ def warm_command(
     rows: Rows = None,
     like: Like = None,
     gpu_memory: GpuMemory = None,
+    model: ModelName = None,
     tp: Tp = None,
     context: Context = None,
     draft_tokens: Drafts = None,
-    topk: TopK = None,
     chunk: Chunk = None,
     kernel: OneKernel = None,
     target: Target = None,
@@ -128,10 +126,10 @@ def warm_command(
         rows or "captured",
         like,
         gpu_memory,
+        model,
         tp,
         context,
         draft_tokens,
-        topk,
         chunk,
         kernel,
         target,
@@ -160,10 +158,10 @@ def _served(
     rows: str,
     like: str | None,
     gpu_memory: str | None,
+    model: str | None,
     tp: int | None,
     context: str | None,
     draft_tokens: int | None,
-    topk: int | None,
     chunk: str | None,
     kernel: str | None,
     target: str | None,
@@ -180,7 +178,7 @@ def _served(
         raise unknown("policy", policy, POLICIES)
     kernels = list(ops.OPS) if kernel is None else [ops.get(kernel).name]
     card = explain.card_for(device, target)
-    server, _ = served(lambda: card, like, gpu_memory, context, tp, draft_tokens, rows, chunk, topk)
+    server, *_ = served(lambda: card, like, gpu_memory, context, tp, draft_tokens, rows, chunk, model)
     return explain.Request(server, kernels, card, policy, db)
 
 

@@ -24,6 +24,7 @@ from dsv4tune.tools.cli.options import (
     HowMuch,
     Jobs,
     Like,
+    ModelName,
     NamedKernel,
     OneKernel,
     OneTp,
@@ -37,6 +38,7 @@ from dsv4tune.tools.cli.options import (
     read_duration,
     read_like,
     read_memory,
+    read_model,
     read_rows,
     read_weight,
     refuse_memory,
@@ -81,6 +83,7 @@ def search_command(
     context: Context = None,
     draft_tokens: Drafts = None,
     heads: Heads = None,
+    model: ModelName = None,
     tp: OneTp = None,
     cache: Cache = None,
     lengths: Annotated[str | None, typer.Option(help="Live lengths to score over, such as 128,2048.")] = None,
@@ -143,12 +146,12 @@ def search_command(
         if like is None:
             refuse_memory(gpu_memory)
             counts = read_rows(rows or "64", drafts)
-            wanted = [(name, given_options(heads=heads, tp=tp, cache=cache)) for name in kernels]
+            options = given_options(heads=heads, tp=tp, cache=cache, model=read_model(model))
+            wanted = [(name, options) for name in kernels]
         else:
             said = {"context": context, "tp": tp, "draft_tokens": draft_tokens, "heads": heads, "cache": cache}
-            start = read_like(
-                lambda: card, like, read_memory(gpu_memory), (lambda line: None) if quiet else say, **said
-            )
+            tell = (lambda line: None) if quiet else say
+            start = read_like(lambda: card, like, read_memory(gpu_memory), tell, model=model, **said)
             tokens, drafts, wanted = start.context, start.draft_tokens, start.problems(kernels)
             counts = list(start.rows) if rows == "captured" else read_rows(rows) if rows else start.rows_to_search(card)
         requests = [
@@ -247,6 +250,7 @@ def emulate_command(
     kernel: NamedKernel = "indexer",
     rows: Rows = "1,16,64",
     heads: Heads = None,
+    model: ModelName = None,
     tp: OneTp = None,
     cache: Cache = None,
     db: Annotated[Path | None, typer.Option("--db", help="Check this database's best configs too.")] = None,
@@ -268,9 +272,8 @@ def emulate_command(
 
     try:
         device = devices.named(target=target)
-        wanted = emulate.candidates(
-            ops.get(kernel), device, read_rows(rows or "1,16,64"), db, given_options(heads=heads, tp=tp, cache=cache)
-        )
+        options = given_options(heads=heads, tp=tp, cache=cache, model=read_model(model))
+        wanted = emulate.candidates(ops.get(kernel), device, read_rows(rows or "1,16,64"), db, options)
         card = emulate.hopper_here()
         say(f"running {device.silicon.target} code on {card.name} ({card.silicon.target})")
         kept = Store(keep) if keep is not None else None

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 
 from dsv4tune.codegen.ops.mla_decode_call import CACHES
 from dsv4tune.codegen.problem import Problem
+from dsv4tune.runtime.wanted import Server
 from dsv4tune.tools.report.collect import Section, Studied
 from dsv4tune.tuned.records import Entry
 
-#: Layers of DeepSeek-V4-Flash by their compressed cache: 43, of which the first two have none.
-FLASH = {"none": 2, "c4": 21, "c128": 20}
 #: Tokens for an entry of each compressed cache.
 _RATIOS = {"c4": 4, "c128": 128}
 
@@ -58,13 +57,13 @@ def read_layers(text: str) -> dict[str, int]:
     found = {}
     for part in text.split(","):
         name, _, number = part.strip().partition("=")
-        if name not in FLASH or not number.isdigit():
+        if name not in CACHES.values() or not number.isdigit():
             raise ValueError(f"--layers takes numbers of layers such as c4=21,c128=20,none=2, not '{part.strip()}'")
         found[name] = int(number)
     return found
 
 
-def steps(sections: Sequence[Section], layers: Mapping[str, int], heads: int) -> list[Step]:
+def steps(sections: Sequence[Section], layers: Mapping[str, int], server: Server) -> list[Step]:
     """A step for each card and row count that some kernel has an entry for, prompts left out.
 
     Where something was measured on a card, what is only predicted for it is left out: a server keeps its own kernel
@@ -72,13 +71,12 @@ def steps(sections: Sequence[Section], layers: Mapping[str, int], heads: int) ->
 
     Args:
         layers: by compressed cache.
-        heads: of a rank; MLA decodes with others are of other servers.
+        server: MLA decodes with other heads, or with c4 caches of another width, are of other servers.
     """
     cards: dict[tuple[str, int], list[Studied]] = {}
     for section in sections:
         for one in section.studied:
-            served = getattr(one.problem, "heads", heads) == heads or one.problem.op != "mla_decode"
-            if one.best is not None and served and not one.range.causal:
+            if one.best is not None and _served(one.problem, server) and not one.range.causal:
                 cards.setdefault((section.device.name, one.problem.rows), []).append(one)
     measured = {card for (card, _), some in cards.items() if any(_measured(one) for one in some)}
     found = []
@@ -93,6 +91,14 @@ def steps(sections: Sequence[Section], layers: Mapping[str, int], heads: int) ->
         parts = [_part(name, one, layers, contexts) for name, one in sorted(chosen.items())]
         found.append(Step(card, rows, tuple(dict.fromkeys(contexts)), tuple(p for p in parts if p.layers)))
     return _complete([step for step in found if step.parts])
+
+
+def _served(problem: Problem, server: Server) -> bool:
+    if problem.op != "mla_decode":
+        return True
+    extra = (getattr(problem, "extra_page_size", 0), getattr(problem, "extra_width", 0))
+    # The width of a c128 cache is that of a context: the widest tells of all shorter ones.
+    return getattr(problem, "heads", 0) in server.heads and (CACHES.get(extra[0]) != "c4" or extra in server.extras)
 
 
 def _measured(one: Studied) -> bool:

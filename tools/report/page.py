@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib import metadata, resources
@@ -41,7 +41,6 @@ class Request:
         database: None for the one that a server would read, which need not be there.
         server: whose captured sizes are looked at.
         context: tokens, of that server.
-        heads: real query heads of one of its ranks.
         layers: of the model, by compressed cache.
         command: the start command that `server` was read from, or "".
     """
@@ -51,8 +50,7 @@ class Request:
     kernel: str | None
     server: Server
     context: int
-    heads: int
-    layers: dict[str, int]
+    layers: Mapping[str, int]
     command: str = ""
 
 
@@ -102,7 +100,7 @@ def render(request: Request, say: Say) -> str:
     if not found:
         raise ValueError("nothing to report: run a search first, or name another database with --db")
     views = [_view(section, request, database_read, say) for section in found]
-    steps = budget.steps(found, request.layers, request.heads)
+    steps = budget.steps(found, request.layers, request.server)
     loader = jinja2.PackageLoader("dsv4tune.tools.report", ".")
     environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
     environment.filters |= {"us": _us, "ratio": _ratio, "tokens": _tokens, "signed": _signed}
@@ -155,7 +153,7 @@ def _view(section: Section, request: Request, database: Path | None, say: Say) -
     for one in section.studied:
         grouped.setdefault(one.family, []).append(one)
     # This server's heads first, then by their number, all caches of one together.
-    mine = f"{request.heads} heads"
+    mine = f"{request.server.heads[0]} heads"
     heads = {family: getattr(some[0].problem, "heads", 0) for family, some in grouped.items()}
     families = sorted(grouped, key=lambda name: (not name.startswith(mine), heads[name], len(name), name))
     opened = [name for name in families if name.startswith(mine)] or families[:1]
