@@ -21,7 +21,8 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Cell:
-    """One captured row count: ``exact``, ``between`` two row counts, ``predicted`` only, or ``none``; and why."""
+    """One captured row count: ``exact``, ``between`` two row counts, ``predicted`` only, ``server`` where a search here
+    left the server's own kernel, or ``none``; and why."""
 
     rows: int
     state: str
@@ -42,7 +43,7 @@ class Strip:
 
     @property
     def open(self) -> list[int]:
-        """Row counts without a measured entry."""
+        """Row counts of which nothing was measured."""
         return [cell.rows for cell in self.cells if cell.state in ("none", "predicted")]
 
 
@@ -75,6 +76,8 @@ def _cell(decision: Decision, lenient: Decision) -> Cell:
     if decision.entry is not None:
         state = "exact" if decision.why.startswith("exact") else "between"
         return Cell(rows, state, f"{decision.why}; {decision.origin}")
+    if decision.settled:
+        return Cell(rows, "server", decision.why)
     if lenient.entry is not None:
         return Cell(rows, "predicted", decision.why)
     return Cell(rows, "none", decision.why)

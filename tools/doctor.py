@@ -167,7 +167,7 @@ def _sglang(card: Device | None) -> Iterator[Finding]:
     try:
         version = metadata.version("sglang")
     except metadata.PackageNotFoundError:
-        text = "not in this environment: nothing is served from here, and a search can't time beside its kernels"
+        text = "not in this environment: nothing is served from here"
         yield Finding("SGLang", "note", text, "on the machine that serves: pip install this clone where SGLang is")
         return
     known = version in TRIED
@@ -240,6 +240,8 @@ def _entries(card: Device, request: Request) -> Iterator[Finding]:
         text = f"{covered} of {len(strip.cells)} captured sizes have a measured entry"
         if predicted:
             text += f", {predicted} a predicted one only"
+        if stays := strip.count("server"):
+            text += f"; at {stays} a search found the server's own kernel as fast"
         if strip.open:
             yield Finding(f"entries of {strip.name}", "gap", text, whole or strip.command)
         else:

@@ -147,8 +147,12 @@ def _until_lost(found: Iterator[Found]) -> Iterator[Found]:
     """Where this machine's own final left the server's kernel in place, that is the last word: others were slower."""
     for one in found:
         yield one
-        if one.here and one.entry.final is not None and not one.entry.final.won:
+        if _lost(one):
             return
+
+
+def _lost(one: Found) -> bool:
+    return one.here and one.entry.final is not None and not one.entry.final.won
 
 
 def _width(problem: Problem, width: int) -> int:
@@ -173,6 +177,12 @@ class Decision:
     origin: str
     why: str
     considered: tuple[Refused, ...] = ()
+
+    @property
+    def settled(self) -> bool:
+        """Whether the server's own kernel stays because this machine's search for these rows found nothing faster."""
+        of_these = [one.found for one in self.considered if one.found.entry.problem_key == self.problem.key]
+        return self.entry is None and any(map(_lost, of_these))
 
     @property
     def config(self) -> Config:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import RESOURCES, make_trial
+from fakes import RESOURCES, make_final, make_trial
 from pages import write_searches
 from typer.testing import CliRunner
 
@@ -23,6 +23,7 @@ from dsv4tune.codegen.problem import Problem
 from dsv4tune.runtime import compilers, targets, wanted
 from dsv4tune.tools import coverage, gpu, tune
 from dsv4tune.tools.cli import app
+from dsv4tune.tuned.records import Baseline
 from dsv4tune.tuned.selector import Decision
 from dsv4tune.tuned.store import Store
 
@@ -148,6 +149,20 @@ def test_that_search_leaves_out_what_is_there(
     found = [one[0] for what, one in doctor("--device", "h200", "--like", start).items() if "entries of" in what]
     assert {one["fix"] for one in found if one["status"] == "gap"} == {f"dsv4tune search --like '{start}'{added}"}
     assert all(one["fix"] == "" for one in found if one["status"] == "ok")
+
+
+def test_what_a_search_here_left_to_the_server_is_no_gap(tmp_path: Path) -> None:
+    """Searching for it again would find the same."""
+    (before,) = doctor("--device", "h200")["entries of indexer"]
+    first = int(before["fix"].split("--rows ")[1].split(",")[0])
+    beside: dict[str, Any] = {"provenance": "measured", "yardstick": "deep_gemm", "checked_by": "gpu"}
+    beside["baseline"] = Baseline(name="deep_gemm", version="0.1.2", times_us={128: 3.0, 262_208: 1400.5})
+    store = Store(tmp_path / "tuned.db")
+    store.add_final([make_trial(None, first, "h200", score=0.99, final=make_final(1, won=False), **beside)])
+    store.close()
+    (after,) = doctor("--device", "h200")["entries of indexer"]
+    assert after["text"].endswith("; at 1 a search found the server's own kernel as fast")
+    assert after["status"] == "gap" and f"--rows {first}," not in after["fix"]
 
 
 def test_a_gpu_is_told_by_its_silicon(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,6 +154,7 @@ def test_a_lost_final_is_the_last_word_here() -> None:
     alone, shipped = Found(entry(16, 0.98, OTHER), "mine.db", here=True), Found(entry(16, 0.9, OTHER), "shipped.json")
     found = choose(16, shipped, alone, lost)
     assert found.entry is None and "tilelang stayed in the search's final (0.985 of its time; 3% less" in found.why
+    assert found.settled and not choose(17, lost, entry(32)).settled, "of other rows it says nothing"
     assert choose(24, lost, alone, Found(entry(32, 0.9, OTHER), "mine.db", here=True)).entry is None
     won = Found(entry(16, 0.9, final=make_final(1)), "mine.db", here=True)
     assert choose(16, shipped, alone, won).config == CONFIG
