@@ -52,10 +52,14 @@ recordings() {
 
 captured() {
     step captured.json 900 "${dsv4tune[@]}" search --kernel indexer --rows captured --effort quick --db "$out/captured.db" --json
-    for cache in c4 c128 none; do
-        step "captured_mla_$cache.json" 400 "${dsv4tune[@]}" search --kernel mla_decode --heads 8 --cache $cache \
-            --rows captured --effort quick --trials 12 --db "$out/captured.db" --json
+    for heads in 8 16 32 64; do
+        for cache in c4 c128 none; do
+            step "captured_mla_${heads}_$cache.json" 400 "${dsv4tune[@]}" search --kernel mla_decode --heads $heads --cache $cache \
+                --rows captured --effort quick --trials 12 --db "$out/captured.db" --json
+        done
     done
+    step captured_mla_pro.json 400 "${dsv4tune[@]}" search --kernel mla_decode --model pro --heads 16 --cache c4 \
+        --rows captured --effort quick --trials 12 --db "$out/captured.db" --json
 }
 
 # Repeated searches agree: the same problem on two fresh databases, with other seeds.
