@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dsv4tune.codegen.space import Config
+from dsv4tune.codegen.words import visible
 from dsv4tune.tuned.records import Trial
 
 #: Seconds between two plain lines of one problem.
@@ -171,7 +172,7 @@ class Terminal(Watcher):
 
     def say(self, text: str) -> None:
         with contextlib.suppress(OSError):
-            self.console.print(Text(text), soft_wrap=True)
+            self.console.print(Text("\n".join(map(visible, text.split("\n")))), soft_wrap=True)
 
     def phase(self, what: str) -> None:
         self._phase = what

@@ -25,7 +25,8 @@ from urllib.parse import unquote
 
 from pydantic import ValidationError
 
-from dsv4tune.tuned.records import Catalogue, Entry
+from dsv4tune.codegen.words import visible
+from dsv4tune.tuned.records import Catalogue, Entry, reason_of
 
 #: Bytes of one file, characters of one entry, and files of one folder or URL that are read at most.
 MAX_BYTES, MAX_ENTRY, MAX_FILES = 64 << 20, 64 << 10, 1000
@@ -51,6 +52,11 @@ class Source:
     name: str
     copy: IO[bytes]
     is_database: bool = False
+
+    @property
+    def shown(self) -> str:
+        """Its name as it can be printed and stored, whatever bytes the file system has."""
+        return visible(self.name)
 
     def entries(self) -> Iterator[Entry]:
         """Its entries in order.
@@ -153,9 +159,7 @@ class _File:
             try:
                 entry = Entry.model_validate_json(self.text[start : self.at], strict=True)
             except ValidationError as error:
-                first = error.errors(include_url=False, include_context=False)[0]
-                where = "".join(f"[{p}]" if isinstance(p, int) else f".{_shown(p)}" for p in first["loc"])
-                self._refuse(path + where, first["msg"])
+                self._refuse("", f"{path}.{reason_of(error)}")
             yield entry
             number += 1
             if self._next() != ",":
@@ -209,7 +213,7 @@ class _File:
 def _shown(value: object, most: int = 60) -> str:
     """A foreign value in a message: short, on one line, without control characters."""
     text = str(value) if isinstance(value, str) else repr(value)
-    return "".join(c if c.isprintable() else "?" for c in text[:most]) + ("..." if len(text) > most else "")
+    return visible(text[:most]) + ("..." if len(text) > most else "")
 
 
 # -- where files lie --------------------------------------------------------------------------------------------
@@ -217,6 +221,13 @@ def _shown(value: object, most: int = 60) -> str:
 
 def is_url(place: str) -> bool:
     return re.match(r"[A-Za-z][A-Za-z0-9+.-]*:", place) is not None and ("://" in place or "::" in place)
+
+
+def _local(place: str) -> str:
+    """The path that a URL of this machine's files names, so that it is opened as carefully as a path; else as it is."""
+    if not re.match("(file|local)://", place) or "::" in place:
+        return place
+    return str(file_system(place)[1])
 
 
 @contextlib.contextmanager
@@ -234,7 +245,8 @@ def _copies(place: str) -> Iterator[tuple[str, IO[bytes], bool]]:
     if place == "-":
         yield "stdin", _copied("stdin", sys.stdin.buffer), False
         return
-    if "\0" in place or "\n" in place:
+    place = _local(place)
+    if not place or "\0" in place or "\n" in place:
         raise FileRefused(f"'{_shown(place)}' is no name of a file")
     if is_url(place):
         for name, handle in _from_url(place):
@@ -378,6 +390,7 @@ def write(place: str, parts: Iterable[str]) -> None:
     Raises:
         FileRefused: it can't be written.
     """
+    place = _local(place)
     if not is_url(place):
         try:
             write_whole(Path(place), parts)

@@ -13,7 +13,8 @@ from typing import Any
 
 import platformdirs
 
-from dsv4tune.tuned.records import Entry, Trial
+from dsv4tune.codegen.words import visible
+from dsv4tune.tuned.records import Entry, Trial, reason_of
 
 #: Seconds to wait for a writer's lock; a search's writes take milliseconds.
 LOCK_S = 0.3
@@ -44,13 +45,19 @@ def open_read_only(path: Path, timeout: float) -> sqlite3.Connection:
 
 
 def foreign_objects(connection: sqlite3.Connection) -> str:
-    """What a database holds that could run when it is read or written, such as ``a trigger``; "" in one of ours."""
-    query = (
-        "select type from sqlite_master where type in ('trigger', 'view') or sql like 'create virtual%' "
-        "or sql like '%generated always%' limit 1"
-    )
-    found = connection.execute(query).fetchone()
-    return "" if found is None else {"table": "a virtual table"}.get(found[0], f"a {found[0]}")
+    """What a database holds that could run when it is read or written, such as ``a trigger``; "" in one of ours.
+
+    Ours are plain tables and indexes. SQLite goes by the text of each, whatever is written beside it.
+    """
+    plain = " and ".join(f"lower(sql) not like 'create {kind} %'" for kind in ("table", "index", "unique index"))
+    odd = connection.execute(
+        f"select lower(substr(sql, 8)) from sqlite_master where type not in ('table', 'index') or ({plain}) limit 1"
+    ).fetchone()
+    if odd is not None:
+        known = ("trigger", "view", "virtual table")
+        return next((f"a {kind}" for kind in known if str(odd[0]).startswith(kind)), "an object of an unknown kind")
+    computed = "select 1 from sqlite_master m, pragma_table_xinfo(m.name) c where m.type = 'table' and c.hidden limit 1"
+    return "a computed column" if connection.execute(computed).fetchone() is not None else ""
 
 
 class Stored:
@@ -61,7 +68,7 @@ class Stored:
     """
 
     def __init__(self, path: Path, tell: Callable[[str], None]) -> None:
-        self.path, self._tell = path, tell
+        self.path, self._to = path, tell
         self._connection: sqlite3.Connection | None = None
         self._complained = False
         self._family, self._imported, self._lengths, self._final = "p.family", "t.imported", "t.lengths", "t.final"
@@ -88,6 +95,9 @@ class Stored:
             self._final = "0"
         connection.execute("BEGIN")
 
+    def _tell(self, line: str) -> None:
+        self._to(visible(line))
+
     def close(self) -> None:
         if self._connection is not None:
             self._connection.close()
@@ -97,7 +107,7 @@ class Stored:
         """Row counts with a usable trial, predicted ones too or measured ones only."""
         usable = USABLE[predicted]
         query = f"select p.rows from problem p where {self._family} = :family and exists {usable} order by p.rows"
-        return [int(rows) for (rows,) in self._query(query, {"family": family})]
+        return _whole(self._query(query, {"family": family}))
 
     def nearest(self, family: str, rows: int, step: int, predicted: bool) -> list[int]:
         """The nearest such row count below (step -1) or above (1) these, if there is one."""
@@ -105,7 +115,7 @@ class Stored:
         query = NEAREST.format(
             family=self._family, beyond=beyond, usable=USABLE[predicted], order="desc" if step < 0 else "asc"
         )
-        return [int(found) for (found,) in self._query(query, {"family": family, "rows": rows})]
+        return _whole(self._query(query, {"family": family, "rows": rows}))
 
     def entries(self, family: str, rows: int, triton: str, ptxas: str) -> Iterator[tuple[Entry, bool]]:
         """Of each config, range, compiler and kind of evidence the best entry, and whether it was measured here.
@@ -137,7 +147,7 @@ class Stored:
         try:
             return Entry.model_validate_json(_joined(*texts))
         except (ValueError, TypeError) as error:  # pydantic's errors are ValueErrors
-            self._complain(f"{self.path}: some trials can't be read ({str(error).splitlines()[0]}): left out")
+            self._complain(f"{self.path}: some trials can't be read ({reason_of(error)}): left out")
         return None
 
     def _query(self, query: str, values: dict[str, Any]) -> list[Any]:
@@ -159,6 +169,11 @@ class Stored:
         if not self._complained:
             self._complained = True
             self._tell(line)
+
+
+def _whole(found: Sequence[Any]) -> list[int]:
+    """Row counts; in a spoilt database the column may hold anything."""
+    return [rows for (rows,) in found if isinstance(rows, int)]
 
 
 def _brief(error: Exception) -> str:

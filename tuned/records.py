@@ -8,11 +8,12 @@ from functools import lru_cache
 from importlib import metadata
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from dsv4tune.codegen.devices import KB, Device
 from dsv4tune.codegen.problem import Profile, Silicon
 from dsv4tune.codegen.space import Config
+from dsv4tune.codegen.words import visible
 
 # Names and versions are shown, compared and never run: no quotes, brackets of code, slashes or line ends.
 _TEXT = r"^[A-Za-z0-9 ._+,:@\[\]-]*$"
@@ -31,6 +32,15 @@ Share = Annotated[float, Field(ge=0, le=1e6)]
 def triton_version() -> str:
     """Of the Triton that runs here; looking it up takes as long as reading an entry."""
     return metadata.version("triton")
+
+
+def reason_of(error: Exception) -> str:
+    """Why a record can't be one, on one line: the path of the first value at fault, and what is wrong with it."""
+    if isinstance(error, ValidationError):
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        path = "".join(f"[{part}]" if isinstance(part, int) else f".{visible(part[:60])}" for part in first["loc"])
+        return f"{path.lstrip('.')}{': ' if path else ''}{first['msg']}"
+    return visible((str(error) or type(error).__name__).splitlines()[0])
 
 
 def plain(text: str) -> str:
@@ -223,7 +233,18 @@ class Tried(Record):
     timed: tuple[int, ...] = ()
 
 
-Times = Annotated[dict[Length, Positive], Field(min_length=1, max_length=64)]
+def _spelled_once(length: object) -> object:
+    """128, and not 0128 or +128 too, by which one length could stand there twice."""
+    if not isinstance(length, str):
+        return length
+    if not re.fullmatch("[1-9][0-9]{0,9}", length):
+        raise ValueError("no length as it is written")
+    return int(length)
+
+
+#: A length as a key of JSON, where it is a string.
+LengthKey = Annotated[Length, BeforeValidator(_spelled_once)]
+Times = Annotated[dict[LengthKey, Positive], Field(min_length=1, max_length=64)]
 
 
 class EntryBaseline(Baseline):
@@ -272,7 +293,7 @@ class Entry(Record):
     checked_by: Literal["gpu", "interpreter", "emulation"]
     resources: EntryResources
     source_sha: Sha
-    spread: Annotated[dict[Length, Share], Field(max_length=64)] = Field(default_factory=dict)
+    spread: Annotated[dict[LengthKey, Share], Field(max_length=64)] = Field(default_factory=dict)
     finished_at: Annotated[str, Field(pattern=r"^([0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9:.+]{8,24})?$")] = ""
     final: Final | None = None
 

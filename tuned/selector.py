@@ -20,7 +20,7 @@ from dsv4tune.codegen.problem import Problem, Silicon
 from dsv4tune.codegen.space import Config
 from dsv4tune.tuned.files import parsed
 from dsv4tune.tuned.reader import Stored
-from dsv4tune.tuned.records import Entry
+from dsv4tune.tuned.records import Entry, reason_of
 from dsv4tune.tuned.trust import Distrust, valid_config
 
 if TYPE_CHECKING:
@@ -411,7 +411,7 @@ def _parsed(items: Any, origin: str, tell: Tell) -> Iterator[Found]:
         try:
             yield Found(Entry.model_validate(item), origin)
         except ValueError as error:
-            tell(f"{origin}: an entry can't be read ({str(error).splitlines()[0]}): left out")
+            tell(f"{origin}: an entry can't be read ({reason_of(error)}): left out")
 
 
 def _rank(one: Found, order: Sequence[str], rules: Rules) -> tuple[Any, ...]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from dsv4tune.tuned import trust
 from dsv4tune.tuned.files import FileRefused, Source, opened
-from dsv4tune.tuned.records import Entry, Trial, triton_version
+from dsv4tune.tuned.records import Entry, Trial, reason_of, triton_version
 from dsv4tune.tuned.store import EVERYTHING, Filter, Store, StoreError
 
 # -- out --------------------------------------------------------------------------------------------------------
@@ -57,7 +57,7 @@ def _winners(name: str) -> Iterator[Entry]:
             for entry in exported(store, EVERYTHING, []):
                 yield Entry.model_validate_json(entry.model_dump_json(), strict=True)
     except (StoreError, ValueError, TypeError) as error:
-        raise FileRefused(f"{name}: {str(error).splitlines()[0]}") from error
+        raise FileRefused(f"{name}: {reason_of(error)}") from error
 
 
 @dataclass
@@ -109,7 +109,7 @@ def bring_in(sources: Sequence[Source], store: Store, only: Filter = EVERYTHING)
     summary = Summary([source.name for source in sources])
 
     chosen = _to_store(_chosen(sources, only), store, summary)
-    store.add_all(entry.trial(source.name) for entry, source in chosen)
+    store.add_all(entry.trial(source.shown) for entry, source in chosen)
     return summary
 
 

@@ -15,7 +15,7 @@ from dsv4tune.tuned.database import StoreError as StoreError
 from dsv4tune.tuned.database import open_for_reading, open_for_writing
 from dsv4tune.tuned.reader import BEST_RANK, NEAREST, UNREADABLE, USABLE
 from dsv4tune.tuned.reader import default_path as default_path
-from dsv4tune.tuned.records import Entry, Range, Trial, Tried, triton_version
+from dsv4tune.tuned.records import Entry, Range, Trial, Tried, reason_of, triton_version
 
 # Columns of their own tables; the rest of a trial is one JSON text.
 _PLAIN = ("source_sha", "status", "provenance", "score", "yardstick", "imported")
@@ -238,7 +238,8 @@ class Store:
         """Keys of the problems with trials, by op, rows and silicon."""
         query = "select key from problem where (:op is null or op = :op) and (:rows is null or rows = :rows) "
         found = self._rows(query + "order by op, rows, key", {"op": only.op, "rows": only.rows})
-        return [row["key"] for row in found if only.matches(row["key"])]
+        with _readable():
+            return [row["key"] for row in found if only.matches(row["key"])]
 
     def best(self, problem_key: str, over: Range | None = None) -> Trial | None:
         """The usable trial to go by, over one range where it is named.
@@ -285,7 +286,7 @@ class Store:
             key = row["problem_key"]
             if key != before:
                 before = key
-                yield key, _trial(row)
+                yield key, _usable(row)
 
     def _best_query(self, over: bool) -> str:
         if self._same_compiler is None:
@@ -314,8 +315,9 @@ class Store:
         for row in self._rows(TALLIES, {"keys": json.dumps(keys)}):
             place = row["key"], row["range"]
             if place not in found:
-                over = Range(**json.loads(row["range"]))
-                found[place] = Tally(row["key"], json.loads(row["problem"]), over, {})
+                with _readable():
+                    over = Range(**json.loads(row["range"]))
+                    found[place] = Tally(row["key"], dict(json.loads(row["problem"])), over, {})
             found[place].counts[row["status"]] = row["n"]
         place_of = {key: n for n, key in enumerate(keys)}
 
@@ -390,14 +392,22 @@ def _trial(row: dict[str, Any]) -> Trial:
         return Trial(**row, **values)
 
 
+def _usable(row: dict[str, Any]) -> Trial:
+    """One to go by has all that an entry has."""
+    trial = _trial(row)
+    with _readable():
+        Entry.of(trial)
+    return trial
+
+
 @contextlib.contextmanager
 def _readable() -> Iterator[None]:
     try:
         yield
-    except (ValueError, TypeError) as error:  # pydantic's errors are ValueErrors
-        first = str(error).splitlines()[0]
+    # Pydantic's errors are ValueErrors; a column may hold anything, or JSON that is nested too deep.
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise StoreError(
-            f"the database holds a trial that this dsv4tune can't read ({first}): use another --db"
+            f"the database holds a trial that this dsv4tune can't read ({reason_of(error)}): use another --db"
         ) from error
 
 

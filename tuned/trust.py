@@ -99,6 +99,9 @@ def _figures(entry: Entry) -> None:
         raise Distrust("baseline", "a predicted entry was timed beside nothing")
     if set(beside.times_us) != set(over.lengths):
         raise Distrust("baseline.times_us", f"is of lengths {sorted(beside.times_us)}, not the range's")
-    score = profile.score(entry.times_us, beside.times_us)
+    try:
+        score = profile.score(entry.times_us, beside.times_us)
+    except (ValueError, OverflowError) as error:
+        raise Distrust("times_us", "are so far from the baseline's that no score follows from them") from error
     if not math.isclose(score, entry.score, rel_tol=_SCORE_TOLERANCE):
         raise Distrust("score", f"{entry.score:g}, and its own times give {score:.6f}")

@@ -74,6 +74,11 @@ def text(change: Callable[[str], str]) -> Callable[[Json], str]:
     return lambda catalogue: change(json.dumps(catalogue))
 
 
+def spelled(length: str) -> Callable[[Json], str]:
+    """128 as a key of the times, written otherwise."""
+    return text(lambda s: s.replace('"times_us": {"128"', f'"times_us": {{"{length}"', 1))
+
+
 #: Every field of an entry that holds a string.
 STRINGS = (
     "problem/op",
@@ -172,6 +177,9 @@ HOSTILE: dict[str, Callable[[Json], str]] = {
     "the same key twice in an entry": text(lambda s: s.replace('"score":', '"score": 0.1, "score":', 1)),
     "the same key twice far inside": text(lambda s: s.replace('"sm_count":', '"sm_count": 1, "sm_count":', 1)),
     "the same length twice": text(lambda s: s.replace('"128":', '"128": 1.0, "128":', 1)),
+    **{f"a length written '{word}'": spelled(word) for word in ("0128", "+128", " 128", "1_28", "128.0", "1" * 30)},
+    "the same length twice, written in two ways": text(lambda s: s.replace('"128":', '"128": 1.0, "0128":', 1)),
+    "a time from which no score follows": literal("times_us/128", "5e-324"),
     "deep lists": literal("config/splits", "[" * 20_000 + "]" * 20_000),
     "deep objects": literal("config/splits", '{"a":' * 5_000 + "1" + "}" * 5_000),
     "deep and never closed": literal("config/splits", "[" * 60_000),

@@ -7,11 +7,14 @@ import os
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from exports import make_entry, measured
 from hostile import HOSTILE, twins, valid
+from typer.testing import CliRunner
 
+from dsv4tune.tools.cli import app
 from dsv4tune.tuned import files, reader, share
 from dsv4tune.tuned.files import FileRefused
 from dsv4tune.tuned.store import Store, StoreError
@@ -24,6 +27,10 @@ def bring_in(place: Path | str, database: Path) -> int:
             return share.bring_in(sources, store).stored
         finally:
             store.close()
+
+
+def run(*arguments: object) -> Any:
+    return CliRunner().invoke(app, [str(a) for a in arguments])
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +127,8 @@ def test_a_stream_ends_at_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "/tmp/x\0.json",
         "/nowhere/x.json",
         "/dev/zero",
+        "file:///dev/zero",
+        "",
     ],
 )
 def test_a_place_that_is_not_followed(place: str, tmp_path: Path) -> None:
@@ -135,14 +144,29 @@ def test_a_folder_holds_no_way_out_of_it(tmp_path: Path) -> None:
     (folder / "a.json").write_text(json.dumps(valid()))
     assert bring_in(folder, tmp_path / "tuned.db") == 2
     (folder / "b.json").symlink_to(outside)
-    with pytest.raises(FileRefused, match="leads out of"):
-        bring_in(folder, tmp_path / "tuned.db")
+    for place in (folder, folder.as_uri()):
+        with pytest.raises(FileRefused, match="leads out of"):
+            bring_in(place, tmp_path / "tuned.db")
 
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe.json")
-    with pytest.raises(FileRefused, match="no regular file"):
-        bring_in(tmp_path / "pipe.json", tmp_path / "tuned.db")
+    pipe = tmp_path / "pipe.json"
+    os.mkfifo(pipe)
+    for place in (pipe, pipe.as_uri(), f"local://{pipe}"):
+        with pytest.raises(FileRefused, match="no regular file"):
+            bring_in(place, tmp_path / "tuned.db")
+
+
+@pytest.mark.parametrize("name", [b"\x1b]0;owned\x07\x1b[2J.json", b"\xff\xfe.json", "\u202etxt.json".encode()])
+def test_a_files_name_is_data_too(name: bytes, tmp_path: Path) -> None:
+    file = tmp_path / os.fsdecode(name)
+    file.write_text(json.dumps(valid()))
+    assert bring_in(file, tmp_path / "tuned.db") == 2
+    shown = run("show", "--kernel", "indexer", "--db", tmp_path / "tuned.db")
+    assert shown.exit_code == 0 and f"imported from {tmp_path}/" in shown.stdout
+    file.write_text("{}")
+    for said in (shown.stdout, run("import", file, "--db", tmp_path / "tuned.db").stderr):
+        assert str(tmp_path) in said and said.replace("\n", "").isprintable()
 
 
 # -- databases --------------------------------------------------------------------------------------------------
@@ -165,6 +189,15 @@ DATABASES = {
     "a trigger": ["create trigger t after insert on trial begin delete from trial; end"],
     "a view": ["create view v as select * from trial"],
     "a view in the place of a table": ["alter table trial rename to other", "create view trial as select * from other"],
+    "a view of another type": [
+        "pragma writable_schema = on",
+        "insert into sqlite_master values ('VIEW', 'v', 'v', 0, 'create view v as select 1')",
+    ],
+    "a virtual table that is written oddly": [
+        "pragma writable_schema = on",
+        "insert into sqlite_master values ('table', 'v', 'v', 0, 'create/**/virtual table v using fts5(x)')",
+    ],
+    "a computed column": ["alter table trial add column more as (zeroblob(900000000))"],
     "a virtual table": ["create virtual table f using fts5(x)"],
     "a number as text": ["update trial set score = 'fast'"],
     "a blob": ["update trial set config = x'00ff'"],
@@ -175,6 +208,17 @@ DATABASES = {
     "code in a name": ["update device set json = json_set(json, '$.name', 'x''; import os')"],
     "another source": ["update trial set source_sha = '" + "0" * 64 + "'"],
     "another key": ["update problem set key = 'indexer rows=9'"],
+    "JSON that is nested deep": [f"update trial set json = '{'[' * 200_000}'"],
+    "a config that is nested deep": [f"update trial set config = '{'[' * 200_000}'"],
+    "a problem that is nested deep": [f"update problem set json = '{'[' * 200_000}'"],
+    "a range of another shape": ["update trial set range = '[]'"],
+    "a problem of another shape": ["update problem set json = '7'"],
+    "a key of bytes": ["update problem set key = x'00ff'"],
+    "no key": ["update problem set key = null"],
+    "no times": ["update trial set json = json_set(json, '$.times_us', json('{}'))"],
+    "no error": ["update trial set json = json_remove(json, '$.error')"],
+    "no resources": ["update trial set json = json_set(json, '$.resources', null)"],
+    "a terminal's codes": ["update trial set yardstick = char(27) || '[2J'"],
     "a table is missing": ["drop table environment"],
     "a newer schema": ["insert into _sqlite_migrations (migration_set, name) values ('dsv4tune', 'm999_new')"],
 }
@@ -189,8 +233,32 @@ def test_a_hostile_database_is_refused(name: str, tmp_path: Path) -> None:
     assert Store(tmp_path / "mine.db", create=False).total() == 0
 
 
+@pytest.mark.parametrize("name", DATABASES)
+def test_whoever_names_a_hostile_database_gets_a_line(name: str, tmp_path: Path) -> None:
+    """With --db, of which less is asked than of what is imported: it may be shown, or be refused."""
+    path = _database(tmp_path / "theirs.db", *DATABASES[name])
+    out = tmp_path / "out"
+    for command in (["list"], ["show", "--kernel", "indexer"], ["export", "-o", out], ["report", "-o", out]):
+        done = run(*command, "--db", path)
+        assert done.exit_code in (0, 2) and isinstance(done.exception, SystemExit | None), done.exception
+        if done.exit_code == 2:
+            assert done.stderr.startswith("dsv4tune: ") and done.stderr.count("\n") == 1 and len(done.stderr) < 600
+        assert (done.stdout + done.stderr).replace("\n", "").isprintable()
+
+
 def test_a_databases_valid_twin_imports(tmp_path: Path) -> None:
-    assert bring_in(_database(tmp_path / "theirs.db"), tmp_path / "mine.db") == 1
+    path = _database(tmp_path / "theirs.db")
+    assert bring_in(path, tmp_path / "mine.db") == 1
+    for command in (["list"], ["show", "--kernel", "indexer"], ["export"], ["report", "-o", tmp_path / "out"]):
+        assert run(*command, "--db", path).exit_code == 0
+
+
+def test_a_row_count_that_is_none_is_not_found(tmp_path: Path) -> None:
+    path = _database(tmp_path / "theirs.db", "update problem set rows = 'many'")
+    lines: list[str] = []
+    stored = reader.Stored(path, lines.append)
+    ((family,),) = sqlite3.connect(path).execute("select family from problem")
+    assert stored.rows(family, True) == [] and stored.nearest(family, 1, 1, True) == [] and lines == []
 
 
 @pytest.mark.parametrize("name", [name for name in DATABASES if name.startswith("a trigger") or "view" in name])

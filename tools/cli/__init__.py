@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from dsv4tune import __version__
-from dsv4tune.tools.cli import entries, overview, recordings, serving, sharing, tuning
+from dsv4tune.tools.cli import entries, options, overview, recordings, serving, sharing, tuning
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -21,7 +21,7 @@ app = typer.Typer(
 
 def _version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"dsv4tune {__version__}")
+        options.echo(f"dsv4tune {__version__}")
         raise typer.Exit
 
 

@@ -17,6 +17,7 @@ from dsv4tune.tools.cli.options import (
     OneTarget,
     Words,
     database,
+    echo,
     figures,
     final_line,
     one_line,
@@ -46,7 +47,7 @@ def list_command(
 
     found = reading(read)
     if as_json:
-        typer.echo(json.dumps(found))
+        echo(json.dumps(found))
         return
     if not found:
         hint = "`dsv4tune explain --rows captured` tells what the shipped files have"
@@ -54,8 +55,8 @@ def list_command(
     for row in found:
         best = row["best"]
         over = f"width {row['problem']['range']['width']}"
-        typer.echo(f"{row['problem']['key']}, {over}: {counted(sum(row['trials'].values()), 'trial')}")
-        typer.echo(f"  {one_line(best)}" if best else "  nothing usable")
+        echo(f"{row['problem']['key']}, {over}: {counted(sum(row['trials'].values()), 'trial')}")
+        echo(f"  {one_line(best)}" if best else "  nothing usable")
 
 
 def show_command(
@@ -77,30 +78,30 @@ def show_command(
 
     found = reading(lambda: catalogue.details(database(db), only(kernel, device, target, problem, rows)))
     if as_json:
-        typer.echo(json.dumps(found[0] if len(found) == 1 else {"results": found}))
+        echo(json.dumps(found[0] if len(found) == 1 else {"results": found}))
         return
     for one in found:
-        typer.echo(f"{one['problem']['key']}, width {one['problem']['range']['width']}")
-        typer.echo(f"  {figures(one)}")
+        echo(f"{one['problem']['key']}, width {one['problem']['range']['width']}")
+        echo(f"  {figures(one)}")
         for word, value in one["config"].items():
             if value not in (0, "auto"):
-                typer.echo(f"    {word:16} {value:8} {one['words'].get(word, '')}")
-        typer.echo(f"  error {one['error']:.1e} against float64, checked by {one['checked_by']}")
+                echo(f"    {word:16} {value:8} {one['words'].get(word, '')}")
+        echo(f"  error {one['error']:.1e} against float64, checked by {one['checked_by']}")
         if one["final"]:
-            typer.echo(f"  {final_line(one['final'], one['score'])}")
+            echo(f"  {final_line(one['final'], one['score'])}")
         r = one["resources"]
-        typer.echo(
+        echo(
             f"  {r['registers']} registers, {r['spill_bytes']} B spilled, {r['shared_bytes']} B shared, {r['mma']}"
             + (f", {r['async_copy']}" if r["async_copy"] else "")
         )
         e = one["environment"]
-        typer.echo(f"  dsv4tune {e['dsv4tune']}, Triton {e['triton']}, ptxas {e['ptxas']}, torch {e['torch']}")
+        echo(f"  dsv4tune {e['dsv4tune']}, Triton {e['triton']}, ptxas {e['ptxas']}, torch {e['torch']}")
         if one["imported"]:
-            typer.echo(f"  imported from {one['imported']}, not measured here")
+            echo(f"  imported from {one['imported']}, not measured here")
         note = "" if one["source_is_current"] else " (not the text that was tried: this dsv4tune renders another)"
         for warning in one["warnings"]:
-            typer.echo(f"  warning: {warning}")
-        typer.echo(f"  source {one['source']}{note}")
+            echo(f"  warning: {warning}")
+        echo(f"  source {one['source']}{note}")
 
 
 COMMANDS = {"list": list_command, "show": show_command}

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from dsv4tune.codegen.space import Config
+from dsv4tune.codegen.words import visible
 
 if TYPE_CHECKING:
     from dsv4tune.codegen.models import Model
@@ -157,15 +158,21 @@ def fail(error: object) -> NoReturn:
     raise typer.Exit(2)
 
 
+def echo(text: str, *, nl: bool = True, err: bool = False) -> None:
+    """Print; what others wrote, as in a database or a file's name, moves no cursor and sets no title."""
+    lines = (visible(line.expandtabs()) for line in text.split("\n"))
+    typer.echo("\n".join(lines), nl=nl, err=err)  # noqa: TID251
+
+
 def say(text: str) -> None:
     # Whoever read stderr may be gone, as after `| head`: no reason to end a search.
     with contextlib.suppress(OSError):
-        typer.echo(text, err=True)
+        echo(text, err=True)
 
 
-def paint(text: str, colour: str) -> str:
-    """Coloured where it goes to a terminal; https://no-color.org."""
-    return text if os.environ.get("NO_COLOR") else typer.style(text, fg=colour)
+def echo_painted(text: str, colour: str) -> None:
+    """Print our own words, without a line's end; coloured where they go to a terminal; https://no-color.org."""
+    typer.echo(text if os.environ.get("NO_COLOR") else typer.style(text, fg=colour), nl=False)  # noqa: TID251
 
 
 def given_options(**options: Any) -> dict[str, Any]:

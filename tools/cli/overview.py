@@ -21,8 +21,9 @@ from dsv4tune.tools.cli.options import (
     OneKernel,
     Target,
     Tp,
+    echo,
+    echo_painted,
     fail,
-    paint,
     read_count,
     read_duration,
     reading,
@@ -78,7 +79,7 @@ def report_command(
 
     text = reading(render)
     reading(lambda: files.write(str(output), [text]))
-    typer.echo(f"wrote {output}: open it in a browser")
+    echo(f"wrote {output}: open it in a browser")
 
 
 _COLOURS = {"ok": "green", "note": "cyan", "gap": "yellow", "broken": "red"}
@@ -117,16 +118,17 @@ def doctor_command(
     def tell_fix(following: str = "") -> None:
         """What mends the last finding, unless the one that follows is mended by the same."""
         if not as_json and found and found[-1].fix not in ("", following):
-            typer.echo(f"        {found[-1].fix}")
+            echo(f"        {found[-1].fix}")
 
     for finding in doctor.examine(request):
         tell_fix(finding.fix)
         found.append(finding)
         if not as_json:
-            typer.echo(f"{paint(f'{finding.status:8}', _COLOURS[finding.status])}{finding.what}: {finding.text}")
+            echo_painted(f"{finding.status:8}", _COLOURS[finding.status])
+            echo(f"{finding.what}: {finding.text}")
     tell_fix()
     if as_json:
-        typer.echo(json.dumps({"broken": doctor.broken(found), "findings": [f.to_json() for f in found]}))
+        echo(json.dumps({"broken": doctor.broken(found), "findings": [f.to_json() for f in found]}))
     if doctor.broken(found):
         raise typer.Exit(1)
 
@@ -187,10 +189,10 @@ def ab_command(
 
     result = reading(run)
     if as_json:
-        typer.echo(json.dumps(result))
+        echo(json.dumps(result))
         return
     for line in ab.lines(result["figures"]):
-        typer.echo(line)
+        echo(line)
 
 
 COMMANDS = {"report": report_command, "doctor": doctor_command, "ab": ab_command}

@@ -24,6 +24,7 @@ from dsv4tune.tools.cli.options import (
     Quiet,
     Sampler,
     devices,
+    echo,
     fail,
     given_options,
     read_count,
@@ -98,7 +99,7 @@ def record_command(
             result = record.record(request, watch)
     except (ValueError, OSError) as error:
         fail(error)
-    typer.echo(json.dumps(result) if as_json else record.in_words(result))
+    echo(json.dumps(result) if as_json else record.in_words(result))
     if result["best"] is None:
         raise typer.Exit(1)
 
@@ -138,11 +139,11 @@ def replay_command(
                 }
             results.append(result)
             if not as_json:
-                typer.echo(replay.in_words(result))
+                echo(replay.in_words(result))
     except (ValueError, OSError) as error:
         fail(error)
     if as_json:
-        typer.echo(json.dumps(results[0] if len(results) == 1 else {"results": results}))
+        echo(json.dumps(results[0] if len(results) == 1 else {"results": results}))
 
 
 def fit_command(
@@ -177,12 +178,12 @@ def fit_command(
 
     result = reading(run)
     if as_json:
-        typer.echo(json.dumps(result.to_json()))
+        echo(json.dumps(result.to_json()))
         return
     for line in fit.table(result):
-        typer.echo(line)
+        echo(line)
     if output is not None:
-        typer.echo(f"wrote {output}")
+        echo(f"wrote {output}")
 
 
 COMMANDS = {"record": record_command, "replay": replay_command, "fit": fit_command}

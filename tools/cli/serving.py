@@ -23,6 +23,7 @@ from dsv4tune.tools.cli.options import (
     Rows,
     Target,
     Tp,
+    echo,
     reading,
     say,
     served,
@@ -80,21 +81,21 @@ def explain_command(
     )
     found = reading(lambda: explain.explain(_served(*given), say))
     if as_json:
-        typer.echo(json.dumps({"results": found}))
+        echo(json.dumps({"results": found}))
         return
     for one in found:
         chosen = one["chosen"]
-        typer.echo(f"{one['problem']['key']}, {one['width'] or 'any'} columns")
+        echo(f"{one['problem']['key']}, {one['width'] or 'any'} columns")
         if chosen is None:
-            typer.echo(f"  the server's own kernel stays: {one['why']}")
+            echo(f"  the server's own kernel stays: {one['why']}")
         else:
             score = f"{chosen['score']:.3f} of {chosen['yardstick']}"
-            typer.echo(f"  {Config(chosen['config']).brief}")
+            echo(f"  {Config(chosen['config']).brief}")
             where = f"{chosen['provenance']} on {chosen['device']}, {chosen['rows']} rows"
-            typer.echo(f"  {where}: {times_of(chosen['times_us'])}; {score}")
-            typer.echo(f"  from {chosen['origin']}, {one['why']}")
+            echo(f"  {where}: {times_of(chosen['times_us'])}; {score}")
+            echo(f"  from {chosen['origin']}, {one['why']}")
         for line in one["refused"]:
-            typer.echo(f"  refused: {line}")
+            echo(f"  refused: {line}")
 
 
 def warm_command(
@@ -139,12 +140,12 @@ def warm_command(
     )
     done = reading(lambda: explain.warm(_served(*given), jobs or 0, say))
     if as_json:
-        typer.echo(json.dumps(done))
+        echo(json.dumps(done))
     else:
         for name, why in done["failed"].items():
             say(f"{name}: {why}")
         compiled = done["texts"] - done["known"] - len(done["failed"])
-        typer.echo(
+        echo(
             f"{done['with_entry']} of {done['shapes']} call shapes have an entry; of {done['texts']} texts {compiled} "
             f"compiled now and {done['known']} before, in {done['seconds']} s, into {done['cache']}"
         )

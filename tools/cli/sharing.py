@@ -21,6 +21,7 @@ from dsv4tune.tools.cli.options import (
     Yes,
     confirmed,
     database,
+    echo,
     only,
     read_duration,
     reading,
@@ -69,7 +70,7 @@ def export_command(
         parts = files.text_of(entries())
         if output is None:
             for part in parts:
-                typer.echo(part, nl=False)
+                echo(part, nl=False)
         else:
             files.write(output, parts)
             notes.append(f"wrote {output}: {counted(written, 'entry', 'entries')}")
@@ -111,7 +112,7 @@ def import_command(
                 if store is not None:
                     store.close()
                 if as_json:
-                    typer.echo(json.dumps({"imported": False, **asdict(shown)}))
+                    echo(json.dumps({"imported": False, **asdict(shown)}))
                 else:
                     _print(shown, "would be stored")
                 if not confirmed(f"Import {shown.stored} into {path}?", yes):
@@ -122,7 +123,7 @@ def import_command(
             done = share.bring_in(sources, store, wanted)
             store.close()
             if as_json:
-                typer.echo(json.dumps({"imported": True, **asdict(done)}))
+                echo(json.dumps({"imported": True, **asdict(done)}))
             else:
                 _print(done, "stored now")
 
@@ -131,13 +132,13 @@ def import_command(
 
 def _print(summary: Summary, verb: str) -> None:
     for line in summary.changes:
-        typer.echo(line)
+        echo(line)
     more = summary.new + summary.better - len(summary.changes)
     if more > 0:
-        typer.echo(f"... and {more} more")
+        echo(f"... and {more} more")
     for line in summary.notes:
         say(f"note: {line}")
-    typer.echo(
+    echo(
         f"{counted(len(summary.files), 'file')}: {counted(summary.stored, 'entry', 'entries')} {verb}: "
         f"{summary.new} new, {summary.better} better than what is here, {summary.kept} for the history; "
         f"{summary.known} known already"
@@ -176,13 +177,13 @@ def diff_command(
 
     found = reading(lambda: share.difference(a, b))
     if as_json:
-        typer.echo(json.dumps(found))
+        echo(json.dumps(found))
     else:
         for mark, name in (("-", "only_a"), ("+", "only_b")):
             for one in found[name]:
-                typer.echo(f"{mark} {one['problem_key']}: {one['figure']}")
+                echo(f"{mark} {one['problem_key']}: {one['figure']}")
         for one in found["changed"]:
-            typer.echo(f"~ {one['problem_key']}: {' -> '.join(one['figures'])}; {', '.join(one['fields'])}")
+            echo(f"~ {one['problem_key']}: {' -> '.join(one['figures'])}; {', '.join(one['fields'])}")
     if any(found.values()):
         raise typer.Exit(1)
 
@@ -222,20 +223,20 @@ def verify_command(
             budget_s=None if budget is None else read_duration(budget),
         )
         with progress.watching(quiet, say) as watch:
-            return verify.verify(request, watch, lambda result: watch.say(str(result)) if as_json else echo(result))
+            return verify.verify(request, watch, lambda result: watch.say(str(result)) if as_json else tell(result))
 
-    def echo(result: verify.Verified) -> None:
-        typer.echo(str(result))
+    def tell(result: verify.Verified) -> None:
+        echo(str(result))
 
     outcome = reading(work)
     if as_json:
-        typer.echo(json.dumps(asdict(outcome)))
+        echo(json.dumps(asdict(outcome)))
     elif outcome.status != "complete":
         done = f"{len(outcome.results)} of {counted(outcome.entries, 'entry', 'entries')} done"
         rest = "the same command goes on with the others"
         if again:
             rest = "without --again the same command leaves out what was found right"
-        typer.echo(f"{outcome.status}: {done}; {rest}")
+        echo(f"{outcome.status}: {done}; {rest}")
     if not outcome.holds:
         raise typer.Exit(1)
 
@@ -264,13 +265,13 @@ def prune_command(
         store = Store(database(db))
         wanted = only(kernel, device, target, problem)
         losers = store.losers(wanted, older_than)
-        typer.echo(
+        echo(
             f"{len(losers)} of {store.total()} trials in {store.path} ended {older_than} days ago or earlier and win "
             "nothing"
         )
         if losers and confirmed("Delete them?", yes):
             store.delete(losers)
-            typer.echo(f"deleted {len(losers)}")
+            echo(f"deleted {len(losers)}")
         store.close()
 
     reading(work)

@@ -32,6 +32,7 @@ from dsv4tune.tools.cli.options import (
     Rows,
     Sampler,
     Target,
+    echo,
     fail,
     given_options,
     read_count,
@@ -180,15 +181,15 @@ def search_command(
     except (ValueError, store.StoreError, OSError) as error:
         fail(error)
     if as_json:
-        typer.echo(json.dumps(results[0] if len(counts) * len(requests) == 1 else {"results": results}))
+        echo(json.dumps(results[0] if len(counts) * len(requests) == 1 else {"results": results}))
     else:
         # Those that the search did not come to, and of which nothing is known, are counted.
         begun = [result for result in results if result["seconds"] or result["best"] is not None]
         for result in begun:
-            typer.echo(summary(result))
+            echo(summary(result))
         if rest := len(results) - len(begun):
             status = results[-1]["status"]
-            typer.echo(f"{status}: {rest} of {len(results)} problems not begun; the same command goes on with them")
+            echo(f"{status}: {rest} of {len(results)} problems not begun; the same command goes on with them")
     if any(result["best"] is None for result in results):
         raise typer.Exit(1)
 
@@ -233,11 +234,11 @@ def bench_command(
     except (ValueError, StoreError, OSError) as error:
         fail(error)
     if as_json:
-        typer.echo(json.dumps(result))
+        echo(json.dumps(result))
     else:
         for name, over in bench.ratios(result).items():
             worst = f"worst {over['worst']:.3f} of {over['shapes']} shapes"
-            typer.echo(f"tuned over {name}: {over['geometric_mean']:.3f} ({worst})")
+            echo(f"tuned over {name}: {over['geometric_mean']:.3f} ({worst})")
     if len(result["rows"]) < len(chosen):
         raise typer.Exit(1)
 
@@ -286,9 +287,9 @@ def emulate_command(
         if kept is not None and trial is not None:
             kept.add(trial)
         if not as_json:
-            typer.echo(str(result))
+            echo(str(result))
     if as_json:
-        typer.echo(json.dumps({"results": [result.to_json() for result in results]}))
+        echo(json.dumps({"results": [result.to_json() for result in results]}))
     if any(result.status != "ok" for result in results):
         raise typer.Exit(1)
 
