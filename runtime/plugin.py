@@ -48,7 +48,7 @@ def register() -> None:
 
 def _arch(target: str) -> int:
     digits = target.removeprefix("sm_")
-    if not digits.isdigit():
+    if not digits.isdecimal():
         _pending.append(f"DSV4TUNE_TARGET={target} is no capability such as sm_120; nothing is served")
         return 0
     return int(digits)

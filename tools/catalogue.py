@@ -58,7 +58,7 @@ def details(path: Path, only: Filter) -> list[dict[str, Any]]:
                 "warnings": best.warnings,
                 "finished_at": best.finished_at,
                 "imported": best.imported,
-                "source": str(source.save()) if source is not None else None,
+                "source": _saved(source),
                 "words": _words(op, problem, best),
                 "source_is_current": source is not None and source.sha == best.source_sha,
             }
@@ -69,6 +69,14 @@ def details(path: Path, only: Filter) -> list[dict[str, Any]]:
         wanted = " ".join([only.op or "any kernel", *only.in_key])
         raise ValueError(f"no usable trial of {wanted} in {path}, which holds {held}: run a search")
     return found
+
+
+def _saved(source: Source | None) -> str | None:
+    """Where its text lies now; None where there is none, or no folder for it."""
+    try:
+        return str(source.save()) if source is not None else None
+    except OSError:
+        return None
 
 
 def _words(op: Op[Any, Any], problem: Problem, trial: Trial) -> dict[str, str]:

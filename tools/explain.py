@@ -10,7 +10,7 @@ from typing import Any
 
 from dsv4tune.codegen import devices
 from dsv4tune.codegen.devices import Device
-from dsv4tune.codegen.render import cache_folder
+from dsv4tune.codegen.render import cache_folder, try_writing
 from dsv4tune.runtime import compilers, startup, targets
 from dsv4tune.runtime.compilers import Job
 from dsv4tune.runtime.wanted import Server, Wanted
@@ -110,11 +110,17 @@ def warm(request: Request, jobs: int, say: Say) -> dict[str, Any]:
 
     Returns:
         Shapes, those with an entry, texts compiled, and those that failed by their variant's source name.
+
+    Raises:
+        OSError: the cache can't be written.
     """
     started = time.monotonic()
     decisions = decide(request, say)
     work = [Job.of(wanted.problem, decision.config) for wanted, decision in decisions if decision.entry is not None]
-    known = sum(compilers.known_report(job) is not None for job in {job.source.sha: job for job in work}.values())
+    texts = {job.source.sha: job for job in work}
+    known = sum(compilers.known_report(job) is not None for job in texts.values())
+    if known < len(texts):
+        try_writing(cache_folder(), "DSV4TUNE_CACHE")
     outcomes = compilers.compile_all(work, jobs)
     names = {job.source.sha: job.source.name for job in work}
     return {

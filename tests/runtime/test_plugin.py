@@ -265,7 +265,8 @@ def test_only_targets_of_the_architecture_are_registered(
 
 
 @pytest.mark.parametrize(
-    "variables", [{"DSV4TUNE_DISABLE": "1"}, {"DSV4TUNE_TARGET": "sm_80"}, {"DSV4TUNE_TARGET": "x"}]
+    "variables",
+    [{"DSV4TUNE_DISABLE": "1"}, *({"DSV4TUNE_TARGET": target} for target in ("sm_80", "x", "sm_\N{SUPERSCRIPT TWO}"))],
 )
 def test_nothing_is_registered_where_nothing_is_served(
     variables: dict[str, str], registry: dict[str, Any], monkeypatch: pytest.MonkeyPatch

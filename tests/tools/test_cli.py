@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from exports import measured
 from fakes import make_final, make_trial
 from typer.testing import CliRunner
 
@@ -180,11 +181,16 @@ def test_show_survives_other_words_and_an_unwritable_cache(db: Path, monkeypatch
     store = Store(db)
     store.add(make_trial(Config({"dialect": "triton", "block": 64})))
     store.add(make_trial(rows=1))
+    store.add(measured(8))
     result = run("show", "--db", db, "--kernel", "indexer", "--rows", 64)
     assert result.exit_code == 0 and "not the text that was tried" in result.stdout
     monkeypatch.setenv("DSV4TUNE_CACHE", "/proc/nowhere")
-    result = run("show", "--db", db, "--kernel", "indexer", "--rows", 1)
-    assert result.exit_code == 2 and result.stderr.startswith("dsv4tune: ") and result.stderr.count("\n") == 1
+    for rows, says in (
+        (1, "source none (not the text"),
+        (8, "source not kept: see to the folder of $DSV4TUNE_CACHE\n"),
+    ):
+        result = run("show", "--db", db, "--kernel", "indexer", "--rows", rows)
+        assert result.exit_code == 0 and says in result.stdout
 
 
 def test_every_command_and_option_is_explained() -> None:
@@ -291,6 +297,28 @@ def _trials(db: Path) -> int:
 
 def _configs(db: Path) -> list[str]:
     return [row[0] for row in sqlite3.connect(db).execute("select config from trial order by id")]
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("command", ["list", "show", "export", "import"])
+def test_a_stdout_that_takes_nothing_is_no_fault_of_ours(command: str, full: bool, db: Path) -> None:
+    """After `| head`, or on a full disk: a line or nothing, and what was to be stored is."""
+    store = Store(db)
+    store.add_all(measured(rows) for rows in (8, 16))
+    store.close()
+    other = db.with_name("other.db")
+    arguments = [str(db), "--yes", "--db", str(other)] if command == "import" else ["--db", str(db)]
+    arguments += ["--kernel", "indexer"] if command == "show" else []
+    reading, pipe = os.pipe()
+    os.close(reading)
+    with open(pipe, "w") as nobody, open("/dev/full", "w") as disk:
+        done = subprocess.run(
+            [sys.executable, "-m", "dsv4tune.tools.cli", command, *arguments],
+            stdout=disk if full else nobody, stderr=subprocess.PIPE, text=True, timeout=60, check=False,
+        )  # fmt: skip
+    said = "dsv4tune: can't write to stdout (No space left on device)\n" if full else ""
+    assert (done.returncode, done.stderr) == (2 if full else 1, said)
+    assert command != "import" or Store(other, create=False).total() == 2
 
 
 @pytest.mark.slow

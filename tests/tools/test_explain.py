@@ -98,6 +98,13 @@ def test_warm_compiles_each_text_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "call shapes have an entry" in run("warm", "--kernel", "indexer", *H200)
 
 
+def test_warm_names_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DSV4TUNE_CACHE", "/dev/null/cache")
+    result = CliRunner().invoke(app, ["warm", "--kernel", "indexer", *H200])
+    assert result.exit_code == 2 and result.stdout == ""
+    assert result.stderr.splitlines()[-1].endswith("/dev/null/cache (Not a directory): name another in $DSV4TUNE_CACHE")
+
+
 def test_warm_says_what_could_not_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         compilers, "compile_all", lambda jobs, _: {job.source.sha: "CompileError: no such layout" for job in jobs}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -86,6 +87,13 @@ def test_it_loads_nothing(made: Path) -> None:
     assert "default-src 'none'" in tags
 
 
+def test_a_databases_name_may_be_no_text(tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"\xff.db")
+    write_searches(path, rows=(64,), trials=3)
+    report("--db", path, "-o", tmp_path / "report.html")
+    assert f"database: {tmp_path}/?.db" in text_of(tmp_path / "report.html")
+
+
 def test_an_empty_database_still_shows_what_is_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DSV4TUNE_DB", str(tmp_path / "none.db"))
     result = report("-o", tmp_path / "report.html")
@@ -133,6 +141,7 @@ def test_predictions_are_called_so(tmp_path: Path) -> None:
         (["--bench", "/nowhere/bench.json"], "no file /nowhere/bench.json: `dsv4tune bench -o` makes one"),
         (["--bench", __file__], "is no file of `dsv4tune bench -o`"),
         (["--layers", "c4"], "--layers takes numbers of layers such as c4=21,c128=20,none=2, not 'c4'"),
+        (["--layers", "c4=\N{SUPERSCRIPT TWO}"], "--layers takes numbers"),
         (["--kernel", "indexr"], "did you mean 'indexer'"),
         (["--context", "long"], "--context takes whole numbers"),
         (["-o", "/nowhere/report.html"], "can't write /nowhere/report.html"),

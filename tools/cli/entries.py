@@ -101,7 +101,8 @@ def show_command(
         note = "" if one["source_is_current"] else " (not the text that was tried: this dsv4tune renders another)"
         for warning in one["warnings"]:
             echo(f"  warning: {warning}")
-        echo(f"  source {one['source']}{note}")
+        nowhere = "not kept: see to the folder of $DSV4TUNE_CACHE" if one["source_is_current"] else "none"
+        echo(f"  source {one['source'] or nowhere}{note}")
 
 
 COMMANDS = {"list": list_command, "show": show_command}

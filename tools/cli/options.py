@@ -161,7 +161,16 @@ def fail(error: object) -> NoReturn:
 def echo(text: str, *, nl: bool = True, err: bool = False) -> None:
     """Print; what others wrote, as in a database or a file's name, moves no cursor and sets no title."""
     lines = (visible(line.expandtabs()) for line in text.split("\n"))
-    typer.echo("\n".join(lines), nl=nl, err=err)  # noqa: TID251
+    try:
+        typer.echo("\n".join(lines), nl=nl, err=err)  # noqa: TID251
+    except OSError as error:
+        if err:
+            raise
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what its buffer holds goes nowhere either
+        if isinstance(error, BrokenPipeError):
+            raise typer.Exit(1) from error  # whoever read it has enough, as after `| head`
+        fail(f"can't write to stdout ({error.strerror})")
 
 
 def say(text: str) -> None:

@@ -57,7 +57,7 @@ def read_layers(text: str) -> dict[str, int]:
     found = {}
     for part in text.split(","):
         name, _, number = part.strip().partition("=")
-        if name not in CACHES.values() or not number.isdigit():
+        if name not in CACHES.values() or not number.isdecimal():
             raise ValueError(f"--layers takes numbers of layers such as c4=21,c128=20,none=2, not '{part.strip()}'")
         found[name] = int(number)
     return found

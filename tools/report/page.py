@@ -108,7 +108,7 @@ def render(request: Request, say: Say) -> str:
     environment.globals["slower"] = SLOWER
     environment.globals["next_id"] = lambda: f"figure-{next(numbers)}"
     folder = resources.files("dsv4tune.tools.report")
-    return environment.get_template("page.html.j2").render(
+    text = environment.get_template("page.html.j2").render(
         version=__version__,
         triton=metadata.version("triton"),
         made=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
@@ -122,6 +122,7 @@ def render(request: Request, say: Say) -> str:
         script=folder.joinpath("page.js").read_text(encoding="utf-8"),
         plotly=get_plotlyjs(),
     )
+    return text.encode("utf-8", "replace").decode("utf-8")  # a file's name may hold bytes that are no text
 
 
 # -- what the template is told ----------------------------------------------------------------------------------
