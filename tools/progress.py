@@ -20,7 +20,7 @@ from rich.text import Text
 
 from dsv4tune.codegen.space import Config
 from dsv4tune.codegen.words import visible
-from dsv4tune.tuned.records import Trial
+from dsv4tune.tuned.records import Entry, Trial
 
 #: Seconds between two plain lines of one problem.
 LINE_S = 5.0
@@ -221,7 +221,7 @@ def best_line(best: Trial | None) -> str:
     return f"best {best.score:.3f} of {best.yardstick} ({in_words(best).brief})"
 
 
-def in_words(trial: Trial) -> Config:
+def in_words(trial: Trial | Entry) -> Config:
     """A stored config with its words in the op's order; the database sorts them."""
     from dsv4tune.codegen import ops
 

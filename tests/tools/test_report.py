@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import math
 import os
 import re
@@ -73,7 +74,7 @@ def test_it_tells_what_was_tuned_and_what_is_missing(made: Path) -> None:
     # 1 and 64 rows have the same best config, which so serves what lies between; the rest has none.
     assert "indexer: 12 of 52 covered" in text
     assert "dsv4tune search --kernel indexer --rows 72,144,288,512 --context 1M" in text
-    assert "64 rows , 262,208 columns measured" in text and "schedule=persistent" in text
+    assert "64 rows , 262,208 columns measured" in text and "dialect=triton schedule=persistent" in text
     # 21 layers of 1 row at 512 tokens: 3.0032 µs and nearly nothing on top after, times 1.2 before.
     assert "512 75.7 63.1 12.6 1.20" in text
     assert "torch" in text, "the bench's other kernels"
@@ -150,6 +151,45 @@ def test_predictions_are_called_so(tmp_path: Path) -> None:
 def test_bad_input_is_one_line(tmp_path: Path, arguments: list[str], says: str) -> None:
     result = report("-o", tmp_path / "report.html", *arguments, code=2)
     assert says in result.stderr.splitlines()[-1] and result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        ("kernel", "indexr"),
+        ("environment", []),
+        ("environment/device", None),
+        ("warnings", None),
+        ("copy_gb_per_s", "fast"),
+        ("rows/0/shape", {}),
+        ("rows/0/shape/live", None),
+        ("rows/0/floor_us", "x"),
+        ("rows/0/us", [1]),
+        *(("rows/0/us/tuned", value) for value in ("x", None, 0, -1, math.nan, math.inf, 10**400)),
+    ],
+)
+def test_a_bench_that_is_none_is_a_line(place: str, value: Any, made: Path, tmp_path: Path) -> None:
+    bench = json.loads((made.parent / "bench.json").read_text())
+    *way, last = place.split("/")
+    at: Any = bench
+    for word in way:
+        at = at[int(word) if isinstance(at, list) else word]
+    at[last] = value
+    (tmp_path / "bench.json").write_text(json.dumps(bench))
+    result = report("--db", made.parent / "tuned.db", "--bench", tmp_path / "bench.json", "-o", tmp_path / "r", code=2)
+    assert "is no file of `dsv4tune bench -o`" in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_a_bench_may_be_too_deep_or_hold_a_shape_without_times(made: Path, tmp_path: Path) -> None:
+    bench = json.loads((made.parent / "bench.json").read_text())
+    file = tmp_path / "bench.json"
+    file.write_text("[" * 100_000)
+    arguments = ("--db", made.parent / "tuned.db", "--bench", file, "-o", tmp_path / "r")
+    assert "is no file of" in report(*arguments, code=2).stderr
+    bench["rows"][0]["us"] = {}
+    file.write_text(json.dumps(bench))
+    report(*arguments)
+    assert "64x128 decode" in text_of(tmp_path / "r")
 
 
 def test_without_plotly_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -7,13 +7,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from dsv4tune.codegen import devices, ops
 from dsv4tune.codegen.ops.mla_decode_call import CACHES
 from dsv4tune.codegen.problem import Problem
 from dsv4tune.tools.measure import floors_us
-from dsv4tune.tuned.records import DeviceRecord, Entry, Range, Tried
+from dsv4tune.tuned.records import DeviceRecord, Entry, Positive, Range, Share, Tried, reason_of
 from dsv4tune.tuned.selector import shipped
 from dsv4tune.tuned.store import Filter, Store
 
@@ -201,6 +203,37 @@ def _stored(path: Path, kernel: str | None) -> Iterator[Studied]:
         store.close()
 
 
+class _Part(BaseModel):
+    """Of a bench's file, what the page takes from it; there is more."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+
+class _Shape(_Part):
+    name: str
+    kind: str
+    rows: int
+    live: Annotated[int, Field(ge=0)]
+
+
+class _Row(_Part):
+    shape: _Shape
+    floor_us: Share
+    us: dict[str, Positive]
+
+
+class _Where(_Part):
+    device: str
+
+
+class _BenchFile(_Part):
+    kernel: str
+    environment: _Where
+    copy_gb_per_s: Positive
+    warnings: list[str]
+    rows: list[_Row]
+
+
 def read_bench(path: Path) -> Bench:
     """A bench's file.
 
@@ -210,12 +243,10 @@ def read_bench(path: Path) -> Bench:
     """
     if not path.exists():
         raise ValueError(f"no file {path}: `dsv4tune bench -o` makes one, on a GPU")
+    text = path.read_bytes()
     try:
-        bench = Bench(path, json.loads(path.read_text(encoding="utf-8")))
-        complete = all({"shape", "us", "floor_us"} <= row.keys() for row in bench.rows)
-        if not (bench.kernel in ops.OPS and bench.device and complete):
-            raise ValueError("its rows lack a shape or times")
-        return bench
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        what = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{path} is no file of `dsv4tune bench -o` ({what}): name another with --bench") from error
+        ops.get(_BenchFile.model_validate_json(text).kernel)
+    except ValueError as error:
+        why = reason_of(error)
+        raise ValueError(f"{path} is no file of `dsv4tune bench -o` ({why}): name another with --bench") from error
+    return Bench(path, json.loads(text))

@@ -15,10 +15,10 @@ import jinja2
 from plotly.offline import get_plotlyjs
 
 from dsv4tune import __version__
-from dsv4tune.codegen.space import Config
 from dsv4tune.runtime.wanted import Server
 from dsv4tune.tools import coverage, peers
 from dsv4tune.tools.like import spread
+from dsv4tune.tools.progress import in_words
 from dsv4tune.tools.report import budget, collect, knobs, plots
 from dsv4tune.tools.report.budget import Step
 from dsv4tune.tools.report.collect import Bench, Say, Section, Studied
@@ -254,7 +254,7 @@ def _problem(one: Studied, bench: Sequence[dict[str, Any]]) -> dict[str, Any]:
                 "others": {name: beside.get(name) for name in others},
             }
         )
-    return shown | {"config": Config(entry.config).brief, "lines": lines, "others": others}
+    return shown | {"config": in_words(entry).brief, "lines": lines, "others": others}
 
 
 def _knobs(one: Studied) -> dict[str, Any] | None:
@@ -277,7 +277,7 @@ def _bench(bench: Bench, server: str | None) -> dict[str, Any]:
         us = row["us"]
         beside = us.get(server) if server is not None else None
         speed = beside / us["tuned"] if beside is not None and "tuned" in us else None
-        fastest = min(us, key=us.get)
+        fastest = min(us, key=us.get, default=None)  # none where memory was too small for any
         lines.append({"row": row, "us": [us.get(name) for name in names], "speed": speed, "fastest": fastest})
     return {"bench": bench, "names": names, "lines": lines}
 
