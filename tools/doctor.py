@@ -198,9 +198,9 @@ def _sglang(card: Device | None) -> Iterator[Finding]:
 
 def _database(named: Path | None) -> Finding:
     path = named or default_path()
-    if not path.exists():
-        return Finding("database", "broken" if named else "note", f"none at {path} yet", "dsv4tune search makes it")
     try:
+        if not path.exists():
+            return Finding("database", "broken" if named else "note", f"none at {path} yet", "dsv4tune search makes it")
         store = Store(path, create=False)
         try:
             keys, trials = store.problems(), store.total()

@@ -221,6 +221,7 @@ def test_a_database_that_cannot_be_read_is_a_fault(tmp_path: Path) -> None:
     (tmp_path / "tuned.db").write_bytes(b"not a database" * 100)
     assert doctor(code=1)["database"][0]["status"] == "broken"
     assert "none at /nowhere/tuned.db" in doctor("--db", "/nowhere/tuned.db", code=1)["database"][0]["text"]
+    assert "File name too long" in doctor("--db", "x" * 300, code=1)["database"][0]["text"]
     (tmp_path / "tuned.db").unlink()
     store = Store(tmp_path / "tuned.db")
     store.add(make_trial())
