@@ -4,7 +4,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: search report doctor test test-oldest test-sglang docs screenshots setup clean
+.DEFAULT_GOAL := help
+.PHONY: help search report doctor test test-oldest test-sglang docs screenshots setup clean
+
+help:
+	@echo "make search | report | doctor   what README begins with; installs into $(VENV) first; ARGS=\"...\" is passed on"
+	@echo "make setup                      installs alone"
+	@echo "make test                       lint, types and tests, in .venv-test; test-oldest and test-sglang in their own"
+	@echo "make docs | screenshots         docs/commands.md and docs/images"
+	@echo "make clean                      removes what the others installed and built"
 
 search: setup
 	$(BIN)/dsv4tune search --kernel indexer $(ARGS)

@@ -124,7 +124,7 @@ def _read(path: Path, number: int, until: float, told: Any) -> None:
         best, total = store.best(TRIAL.problem_key), store.total()
         store.close()
         stored = Stored(path, faults.append)
-        found = list(stored.entries(of, 64, "3.9.0", "13.0"))
+        found = list(stored.entries(of, 64, 0, "3.9.0", "13.0"))
         stored.close()
         if best is None or not found or total < seen:
             faults.append(f"{total} after {seen}")
@@ -287,7 +287,7 @@ def states(folder: Path) -> dict[str, Any]:
         path.write_bytes(text)
         lines: list[str] = []
         stored = Stored(path, lines.append)
-        list(stored.entries(family(_problem()), 64, "3.9.0", "13.0"))
+        list(stored.entries(family(_problem()), 64, 0, "3.9.0", "13.0"))
         stored.close()
         served += len(lines) <= 1
         try:

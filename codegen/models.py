@@ -9,6 +9,9 @@ from typing import Any
 
 from dsv4tune.codegen.words import unknown
 
+#: Of a layer's compressed cache, by its name: cached tokens an entry.
+RATIOS = {"none": 0, "c4": 4, "c128": 128}
+
 
 @dataclass(frozen=True)
 class Model:
@@ -30,6 +33,10 @@ class Model:
 
     def __str__(self) -> str:
         return self.name
+
+    def ratios(self, drafts: bool) -> tuple[int, ...]:
+        """Of the layers that a server runs; a draft layer has no compressed cache."""
+        return tuple(ratio for name, ratio in RATIOS.items() if name in self.layers or (drafts and not ratio))
 
     def heads_of(self, ranks: int) -> int:
         """Query heads of one of so many ranks.

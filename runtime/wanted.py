@@ -119,7 +119,7 @@ def table_pages(context: int, draft_tokens: int) -> int:
     return -(-(context + 4 + draft_tokens) // TABLE_PAGE)
 
 
-def extras(table: int, topk: int, ratios: Sequence[int] = (0, 4, 128)) -> tuple[tuple[int, int], ...]:
+def extras(table: int, topk: int, ratios: Sequence[int]) -> tuple[tuple[int, int], ...]:
     """Page size and width of each compression ratio's cache; a page of 256 tokens holds 64 entries, or 2."""
     known = {0: (0, 0), 4: (64, topk), 128: (2, -(-2 * table // 64) * 64)}
     return tuple(known[ratio] for ratio in ratios if ratio in known)
@@ -146,4 +146,5 @@ def server(
     """
     rows = captured_rows(draft_tokens) if rows is None else rows
     table = table_pages(context, draft_tokens)
-    return Server(table, tuple(rows), (chunk,) if chunk else (), (model.heads_of(tp),), extras(table, model.topk))
+    layers = extras(table, model.topk, model.ratios(draft_tokens > 0))
+    return Server(table, tuple(rows), (chunk,) if chunk else (), (model.heads_of(tp),), layers)

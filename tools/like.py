@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 import json
 import os
+import re
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from dsv4tune.codegen.devices import Device
-from dsv4tune.codegen.models import Model, by_path
+from dsv4tune.codegen.models import RATIOS, Model, by_path
 from dsv4tune.runtime.wanted import Server, batches, extras, table_pages
 
 #: SGLang's default of requests at a time for DeepSeek-V4.
@@ -37,7 +38,7 @@ _BY_MEMORY = (
 #: Tokens of a request in a verify step where the command names an algorithm and no number.
 DRAFT_TOKENS = 4
 #: Compressed caches of the model's layers by their compression ratio.
-_CACHES = {0: "none", 4: "c4", 128: "c128"}
+_CACHES = {ratio: name for name, ratio in RATIOS.items()}
 
 #: What is read where SGLang is not installed: its field, the spellings, and the type.
 OPTIONS: tuple[tuple[str, tuple[str, ...], type], ...] = (
@@ -71,10 +72,10 @@ class Start:
         draft_tokens: tokens of a request in a verify step; 0 without speculative decoding.
         batches: requests of each captured graph.
         chunk: rows of a prefill chunk.
-        ratios: compression ratios of the model's layers.
         model: that of `MODELS` by its name, with what its files say where they are here.
         read_by: who read the command.
         assumed: whether the name alone decided about the model, because its files are not here.
+        passed_over: options that are not read.
     """
 
     attention_ranks: int
@@ -82,10 +83,10 @@ class Start:
     draft_tokens: int
     batches: tuple[int, ...]
     chunk: int
-    ratios: tuple[int, ...]
     model: Model
     read_by: str
     assumed: bool = False
+    passed_over: tuple[str, ...] = ()
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -97,6 +98,11 @@ class Start:
     def heads(self) -> int:
         """Query heads of a rank."""
         return self.model.heads // self.attention_ranks
+
+    @property
+    def ratios(self) -> tuple[int, ...]:
+        """Compression ratios of its layers."""
+        return self.model.ratios(self.draft_tokens > 0)
 
     @property
     def server(self) -> Server:
@@ -111,7 +117,7 @@ class Start:
             if kernel == "indexer":
                 found.append((kernel, {}))
                 continue
-            caches = [_CACHES[ratio] for ratio in self.ratios if ratio in _CACHES]
+            caches = [_CACHES[ratio] for ratio in self.ratios]
             found += [(kernel, {"heads": self.heads, "cache": cache, "model": self.model}) for cache in caches]
         return found
 
@@ -122,18 +128,22 @@ class Start:
 
     def __str__(self) -> str:
         drafts = f", {self.draft_tokens} draft tokens" if self.draft_tokens else ""
-        model = f"; the model is not on this machine: taken for {self.model.title}" if self.assumed else ""
+        model = ""
+        if self.assumed:
+            model = f"; the model is not on this machine: taken for {self.model.title}, --model names another"
+        passed = f"; passed over: {' '.join(self.passed_over)}" if self.passed_over else ""
         return (
             f"{self.attention_ranks} ranks share {self.model.heads} heads, context {self.context}{drafts}, "
-            f"{len(self.batches)} captured batches up to {max(self.batches)} (read by {self.read_by}{model})"
+            f"{len(self.batches)} captured batches up to {max(self.batches)} (read by {self.read_by}{model}{passed})"
         )
 
 
-def read(command: str, card: Device, memory_gb: float | None = None) -> Start:
+def read(command: str, card: Device, memory_gb: float | None = None, model: Model | None = None) -> Start:
     """The facts of a start command, for servers on this card.
 
     Args:
         memory_gb: of one GPU, in GiB; the card's by its table row unless given.
+        model: which it is, where its files are not here.
 
     Raises:
         ValueError: the text is no start command, or one that the kernels don't serve.
@@ -149,7 +159,10 @@ def read(command: str, card: Device, memory_gb: float | None = None) -> Start:
         groups = int(values.get("dp_size") or 1)
     split = groups * int(values.get("attn_cp_size") or 1)
     config = _model_config(values.get("model_path"))
-    model = _model(values.get("model_path"), config)
+    if model is not None and config:
+        raise ValueError("--model is said by the model's config.json already: leave it out")
+    named = model is not None
+    model = _model(model or by_path(values.get("model_path")), config)
     if tp % split or model.heads % (tp // split):
         raise ValueError(f"--like: {tp} ranks in {split} attention groups don't share the model's {model.heads} heads")
     drafts = _draft_tokens(values)
@@ -162,10 +175,10 @@ def read(command: str, card: Device, memory_gb: float | None = None) -> Start:
         draft_tokens=drafts,
         batches=tuple(_captured(values, tp, groups, tp // split, bool(drafts), memory)),
         chunk=max(0, int(chunk)) // groups,
-        ratios=tuple(dict.fromkeys(config.get("compress_ratios") or (0, 4, 128))),
         model=model,
         read_by=read_by,
-        assumed=not config,
+        assumed=not config and not named,
+        passed_over=tuple(values.get("passed_over") or ()),
     )
 
 
@@ -218,9 +231,27 @@ def _by_hand(argv: list[str]) -> dict[str, Any]:
         elif kind is list:
             parser.add_argument(*spellings, dest=name, type=int, nargs="+")
         else:
-            parser.add_argument(*spellings, dest=name, type=kind)
-    known, _ = parser.parse_known_args(argv)
-    return vars(known)
+            parser.add_argument(*spellings, dest=name, type=_count if kind is int else kind)
+    known, rest = parser.parse_known_args(argv)
+    passed = [word.split("=")[0] for word in rest if word.startswith("--")]
+    if "--config" in passed:
+        raise ValueError("--like: --config needs SGLang's own parser: run this beside SGLang, or name its options here")
+    return {**vars(known), "passed_over": passed}
+
+
+#: Factors of a count's suffix, as SGLang takes them.
+_FACTORS: dict[str, int] = {
+    "": 1, "k": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4,
+    "Ki": 1024, "Mi": 1024**2, "Gi": 1024**3, "Ti": 1024**4,
+}  # fmt: skip
+
+
+def _count(text: str) -> int:
+    """131072 or 128Ki; 131k is 131,000."""
+    found = re.fullmatch(r"(\d+(?:\.\d+(?!.*i))?)(|k|[KMGT]i|[MGT])", text.strip())
+    if found is None:
+        raise argparse.ArgumentTypeError(f"takes a count such as 131072 or 128Ki, not '{text}'")
+    return round(float(found[1]) * _FACTORS[found[2]])
 
 
 # -- what SGLang derives ----------------------------------------------------------------------------------------
@@ -275,9 +306,8 @@ def _decode_config(given: Any) -> dict[str, Any]:
     return {name: getattr(phase, name, None) for name in ("max_bs", "bs")} if phase is not None else {}
 
 
-def _model(path: Any, config: Mapping[str, Any]) -> Model:
-    """By its name, and where its files are here by what they say."""
-    model = by_path(path)
+def _model(model: Model, config: Mapping[str, Any]) -> Model:
+    """With what its files say, where they are here."""
     # Draft layers follow those that are counted.
     ratios = Counter((config.get("compress_ratios") or ())[: config.get("num_hidden_layers")])
     return replace(

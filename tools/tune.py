@@ -277,6 +277,8 @@ def _tune_one(
         trials = request.effort.trials
         have = f"{known} of {trials}" if known <= trials else f"{known} (of {trials} asked for)"
         say(f"{budget.place}{problem.key}: {have} trials stored; {refused}")
+        if known >= trials:
+            say(f"nothing to try: --trials {2 * known} tries more")
         over = Range(**setup.profile.to_json())
         name = f"{problem.op}, {problem.rows} rows"
         shown = Shown(name, trials, known, deadline, pools.under_way, store.best(problem.key, over))

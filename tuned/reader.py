@@ -117,15 +117,17 @@ class Stored:
         )
         return _whole(self._query(query, {"family": family, "rows": rows}))
 
-    def entries(self, family: str, rows: int, triton: str, ptxas: str) -> Iterator[tuple[Entry, bool]]:
+    def entries(self, family: str, rows: int, width: int, triton: str, ptxas: str) -> Iterator[tuple[Entry, bool]]:
         """Of each config, range, compiler and kind of evidence the best entry, and whether it was measured here.
 
-        The one to go by under these compilers comes first. Each is read when it is asked for: of a problem's hundreds,
-        mostly one is.
+        The one to go by under these compilers, for calls of this width, comes first. Each is read when it is asked for:
+        of a problem's hundreds, mostly one is.
         """
         same = self._query(SAME_COMPILER, {"triton": triton, "ptxas": ptxas})
         ranked = RANKED.format(
-            rank=BEST_RANK.format(same=", ".join(str(number) for (number,) in same)),
+            rank=BEST_RANK.format(
+                same=", ".join(str(number) for (number,) in same), wide=f"width < {int(width)}, width"
+            ),
             family=self._family,
             imported=self._imported,
             lengths=self._lengths,
@@ -194,7 +196,7 @@ _OTHERS = ", ".join(f"'$.{name}'" for name in Trial.model_fields if name not in 
 # Columns of the index trial_best alone, so that the rows of the losers are never read.
 BEST_RANK = (
     "case when provenance <> 'measured' then 3 when imported = '' then 0 when environment_id in ({same}) then 1 "
-    "else 2 end, yardstick = 'byte floor', width desc, lengths desc, final desc, score"
+    "else 2 end, yardstick = 'byte floor', {wide}, lengths desc, final desc, score"
 )
 RANKED = (
     "select id, rank() over (order by {rank}) from (select t.id, t.provenance, {imported} imported, t.environment_id, "

@@ -301,7 +301,7 @@ class Entry(Record):
     def of(cls, trial: Trial) -> Entry:
         return cls.model_validate(trial, from_attributes=True)
 
-    def standing(self, here: bool, same_compiler: bool) -> tuple[Any, ...]:
+    def standing(self, here: bool, same_compiler: bool, width: int | None = None) -> tuple[Any, ...]:
         """Orders entries of one problem, the one to go by first: better evidence, then one beside the server's kernel
         before one without, a wider range before a narrower, one that a final went by, then the lowest score. SQL says
         the same in `dsv4tune.tuned.reader.BEST_RANK`.
@@ -309,11 +309,13 @@ class Entry(Record):
         Args:
             here: measured by this machine's own searches.
             same_compiler: made with the compiler that runs here.
+            width: of a call; then the narrowest range that holds it goes first, which was tried at lengths like its.
         """
+        range_ = (-self.range.width,) if width is None else (self.range.width < width, self.range.width)
         return (
             evidence(self.provenance, here, same_compiler),
             self.yardstick == "byte floor",
-            -self.range.width,
+            *range_,
             -len(self.range.lengths),
             self.final is None or self.final.place > 1,
             self.score,

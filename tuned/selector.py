@@ -203,7 +203,7 @@ class Book:
     tell: Tell
     stored: Stored | None = None
     _families: dict[str, dict[int, list[Found]]] = field(default_factory=dict)
-    _mine: dict[tuple[str, int, str, str], Iterator[Found]] = field(default_factory=dict)
+    _mine: dict[tuple[str, int, int, str, str], Iterator[Found]] = field(default_factory=dict)
 
     @classmethod
     def read(cls, silicon: Silicon, database: Path | None, tell: Tell) -> Book:
@@ -249,7 +249,7 @@ class Book:
             self.tell(f"{one.origin}: an entry can't be used (config words {words} are of another dsv4tune): left out")
         return not missing
 
-    def _at(self, family: str, rows: int, rules: Rules) -> Iterator[Found]:
+    def _at(self, family: str, rows: int, width: int, rules: Rules) -> Iterator[Found]:
         """Everything for one problem, the first to consider first; of equal evidence the user's own goes first.
 
         The database is read as far as this is.
@@ -259,21 +259,21 @@ class Book:
         order += dict.fromkeys(one.origin for one in shipped)
 
         def rank(one: Found) -> tuple[Any, ...]:
-            return _rank(one, order, rules)
+            return _rank(one, order, width, rules)
 
-        return _until_lost(heapq.merge(self._held(family, rows, rules), sorted(shipped, key=rank), key=rank))
+        return _until_lost(heapq.merge(self._held(family, rows, width, rules), sorted(shipped, key=rank), key=rank))
 
-    def _held(self, family: str, rows: int, rules: Rules) -> Iterator[Found]:
+    def _held(self, family: str, rows: int, width: int, rules: Rules) -> Iterator[Found]:
         """The user's own; what was read once is kept."""
         if self.stored is None:
             return iter(())
-        place = family, rows, rules.triton, rules.ptxas
+        place = family, rows, width, rules.triton, rules.ptxas
         known = self._mine[place] if place in self._mine else self._usable(self.stored, *place)
         self._mine[place], found = tee(known)
         return found
 
-    def _usable(self, stored: Stored, family: str, rows: int, triton: str, ptxas: str) -> Iterator[Found]:
-        for number, (entry, here) in enumerate(stored.entries(family, rows, triton, ptxas)):
+    def _usable(self, stored: Stored, family: str, rows: int, width: int, triton: str, ptxas: str) -> Iterator[Found]:
+        for number, (entry, here) in enumerate(stored.entries(family, rows, width, triton, ptxas)):
             one = Found(entry, str(stored.path), here)
             # One row of the database is the problem of all of them.
             if number == 0 and self._problem_of(one) is None:
@@ -281,11 +281,11 @@ class Book:
             if self._words_agree(one):
                 yield one
 
-    def _counted(self, family: str, rows: int, rules: Rules) -> Iterator[Found]:
+    def _counted(self, family: str, rows: int, width: int, rules: Rules) -> Iterator[Found]:
         """What counts as tried for one problem: a prediction does where the policy would take it."""
-        return (one for one in self._at(family, rows, rules) if rules.counts(one.entry))
+        return (one for one in self._at(family, rows, width, rules) if rules.counts(one.entry))
 
-    def _nearest(self, family: str, rows: int, step: int, rules: Rules) -> list[Found]:
+    def _nearest(self, family: str, rows: int, step: int, width: int, rules: Rules) -> list[Found]:
         """Everything that counts for the nearest row count below (step -1) or above (1) that has anything."""
         shipped = self._shipped_rows(family, rules)
         at = rows
@@ -295,7 +295,7 @@ class Book:
             if not beyond:
                 return []
             at = min(beyond, key=lambda r: abs(r - rows))
-            found = list(self._counted(family, at, rules))
+            found = list(self._counted(family, at, width, rules))
             if found:
                 return found
 
@@ -305,14 +305,14 @@ class Book:
 
     def choose(self, problem: Problem, width: int, rules: Rules) -> Decision:
         """The entry for a call shape, or the reason why there is none."""
-        of = family(problem)
-        exact = self._exact(problem, width, rules, self._counted(of, problem.rows, rules))
+        of, asked = family(problem), _width(problem, width)
+        exact = self._exact(problem, width, rules, self._counted(of, problem.rows, asked, rules))
         if exact is not None:
             return exact
-        below, above = (self._nearest(of, problem.rows, step, rules) for step in (-1, 1))
+        below, above = (self._nearest(of, problem.rows, step, asked, rules) for step in (-1, 1))
         if below and above:
             return self._between(problem, width, rules, (below, above))
-        guessed = self._exact(problem, width, rules, self._at(of, problem.rows, rules))
+        guessed = self._exact(problem, width, rules, self._at(of, problem.rows, asked, rules))
         if guessed is not None:
             return guessed  # which says what stands against them
         held = {*self._shipped_rows(of, rules), *self._stored_rows(of, rules.predicted)} - {problem.rows}
@@ -414,9 +414,9 @@ def _parsed(items: Any, origin: str, tell: Tell) -> Iterator[Found]:
             tell(f"{origin}: an entry can't be read ({reason_of(error)}): left out")
 
 
-def _rank(one: Found, order: Sequence[str], rules: Rules) -> tuple[Any, ...]:
+def _rank(one: Found, order: Sequence[str], width: int, rules: Rules) -> tuple[Any, ...]:
     """Better evidence first, then files in their order; of one file that of `dsv4tune.tuned.records.Entry.standing`."""
-    stands, *rest = one.entry.standing(one.here, rules.same_compiler(one.entry))
+    stands, *rest = one.entry.standing(one.here, rules.same_compiler(one.entry), width)
     return (stands, order.index(one.origin), *rest)
 
 

@@ -294,7 +294,7 @@ class Store:
                 "select id from environment where json_extract(json, '$.triton') = ?", [triton_version()]
             )
             self._same_compiler = ", ".join(str(row["id"]) for row in found)
-        rank = BEST_RANK.format(same=self._same_compiler)
+        rank = BEST_RANK.format(same=self._same_compiler, wide="width desc")
         # Over one range the rows are read, and the planner finds them; else the index alone will do.
         index, within = ("", "and range = :range") if over else ("indexed by trial_best", "")
         return BEST.format(columns=_COLUMNS, joins=_JOINS, rank=rank, index=index, within=within)

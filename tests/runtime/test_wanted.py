@@ -46,9 +46,9 @@ def test_prefill_chunks_are_wanted_too() -> None:
 @pytest.mark.parametrize(("tp", "heads", "shown"), [(1, 128, ()), (2, 64, ()), (4, 32, (64,)), (8, 16, (64,))])
 def test_pro_has_twice_the_heads_and_twice_the_entries(tp: int, heads: int, shown: tuple[int, ...]) -> None:
     server = wanted.server(131_072, tp=tp, rows=[1], model=PRO)
-    assert server.heads == (heads,) and server.extras == ((0, 0), (64, 1024), (2, 1088))
+    assert server.heads == (heads,) and server.extras == ((64, 1024), (2, 1088))
     found = server.wanted(SILICON, ["mla_decode"])
-    assert [getattr(one.problem, "heads", 0) for one in found] == [heads] * 3
+    assert [getattr(one.problem, "heads", 0) for one in found] == [heads] * 2
     # What SGLang 0.5.23 pads to (deepseek_v4.py, _kernel_num_heads): 64, and a rank with 128 has no padding.
     assert all(one.shown == shown for one in found)
     assert {key[2] for one in found for key in one.keys} == {heads, *shown}

@@ -71,7 +71,7 @@ def filled(db: Path) -> Path:
         ({"--lengths": "128", "--weights": "nan"}, "weights must be above 0 and finite"),
         ({"--lengths": "128,128"}, "a live length is named twice"),
         ({"--rows": "10000000000"}, "rows must be 1 to 262144"),
-        ({"--context": str(10**18)}, "is too long: the kernels serve up to"),
+        ({"--context": str(10**18)}, "is more than DeepSeek-V4's 1M"),
         ({"--db": "/nowhere/tuned.db"}, "folder /nowhere does not exist: create it"),
         ({"--db": "/proc"}, "/proc is a folder: name a file"),
     ],

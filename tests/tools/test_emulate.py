@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fakes import RESOURCES
 from typer.testing import CliRunner
 
 from dsv4tune.codegen.compile import compile_config
@@ -112,6 +113,10 @@ def test_stored_bests_of_the_target(tmp_path: Path, indexer: Indexer, problem: I
                 range=Range(width=2560, lengths=[128], weights=[1.0]),
                 score=1.0,
                 yardstick="byte floor",
+                times_us={128: 1.0},
+                error=1e-7,
+                checked_by="interpreter",
+                resources=RESOURCES,
             )
         )
     store.close()

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from dsv4tune.codegen import ops
 from dsv4tune.codegen.devices import DEVICES, Device
-from dsv4tune.codegen.models import FLASH
+from dsv4tune.codegen.models import FLASH, PRO
 from dsv4tune.runtime.wanted import CAPTURED
 from dsv4tune.tools import like, tune
 from dsv4tune.tools.cli import app
@@ -110,10 +110,31 @@ def widths(start: like.Start, card: Device) -> set[tuple[int, int, int]]:
 def test_a_model_that_is_not_here_is_taken_by_its_name(path: str, title: str, tp: int, heads: int, topk: int) -> None:
     start = like.read(f"sglang serve --model-path {path} --tp {tp} --context-length 131072", CARD)
     assert start.server.heads == (heads,)
-    assert widths(start, CARD) == {(heads, 0, 0), (heads, 64, topk), (heads, 2, 1088)}
+    none = {(heads, 0, 0)} if topk == 512 else set()  # Pro has no layer without a compressed cache
+    assert widths(start, CARD) == {*none, (heads, 64, topk), (heads, 2, 1088)}
     assert {(heads, *extra) for extra in start.server.extras} == widths(start, CARD), "searched is what is served"
     assert f"{tp} ranks share {heads * tp} heads" in str(start)
-    assert str(start).endswith(f"; the model is not on this machine: taken for {title})")
+    assert str(start).endswith(f"; the model is not on this machine: taken for {title}, --model names another)")
+
+
+def test_draft_layers_have_no_compressed_cache() -> None:
+    start = like.read(f"{START.replace('Flash', 'Pro')} --tp 8 --speculative-algorithm EAGLE", CARD)
+    assert start.ratios == (0, 4, 128) and start.draft_tokens == 4
+
+
+def test_a_name_that_says_nothing_is_told_by_model(tmp_path: Path) -> None:
+    start = like.read("sglang serve --model-path /data/model --tp 8", CARD, model=PRO)
+    assert start.heads == 16 and "taken for" not in str(start)
+    (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 128}))
+    with pytest.raises(ValueError, match=r"--model is said by the model's config\.json already"):
+        like.read(f"sglang serve --model-path {tmp_path} --tp 8", CARD, model=PRO)
+
+
+def test_counts_are_sglangs_and_what_is_not_read_is_named() -> None:
+    for text, count in (("131072", 131_072), ("128Ki", 131_072), ("128k", 128_000), ("1.5k", 1500), ("1Mi", 1 << 20)):
+        assert read(f"--tp 8 --context-length {text}").context == count
+    start = read("--tp 8 --tp-sise=8 --mem-fraction-static 0.8")
+    assert "; passed over: --trust-remote-code --tp-sise --mem-fraction-static)" in str(start)
 
 
 def test_the_models_own_config_where_it_lies_here(tmp_path: Path) -> None:
@@ -123,9 +144,9 @@ def test_the_models_own_config_where_it_lies_here(tmp_path: Path) -> None:
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(facts))
     start = like.read(f"sglang serve --model-path {tmp_path} --tp 4", CARD)
-    assert (start.context, start.heads, start.ratios) == (65_536, 24, (128, 4))
+    assert (start.context, start.heads, start.ratios) == (65_536, 24, (4, 128))
     assert start.model.layers == {"c128": 2, "c4": 1}, "without the draft layer"
-    assert widths(start, CARD) == {(24, 2, 576), (24, 64, 2048)} and start.server.extras == ((2, 576), (64, 2048))
+    assert widths(start, CARD) == {(24, 2, 576), (24, 64, 2048)} and start.server.extras == ((64, 2048), (2, 576))
     assert "4 ranks share 96 heads" in str(start) and "taken for" not in str(start)
     (tmp_path / "config.json").write_text(json.dumps({"text_config": facts, "vision_config": {}}))
     assert like.read(f"sglang serve --model-path {tmp_path} --tp 4", CARD) == start
@@ -168,7 +189,9 @@ def test_start_commands_are_found(command: str) -> None:
     [
         ("python -m vllm serve x", "--like takes a start command such as"),
         ("python -m sglang.launch_server '", "can't be read (No closing quotation)"),
-        (f"{START} --tp eight", "--like: argument --tp-size/--tp/--tensor-parallel-size: invalid int value: 'eight'"),
+        (f"{START} --tp eight", "--tensor-parallel-size: takes a count such as 131072 or 128Ki, not 'eight'"),
+        (f"{START} --tp 8 --context-length 1.5Ki", "--context-length: takes a count such as"),
+        (f"{START} --config server.yaml", "--config needs SGLang's own parser"),
         (f"{START} --tp 6", "--like: 6 ranks in 1 attention groups don't share the model's 64 heads"),
         (f"{START.replace('Flash', 'Pro')} --tp 6", "don't share the model's 128 heads"),
         (f"{START} --tp 8 --cuda-graph-config x", "--cuda-graph-config is no JSON"),
@@ -184,10 +207,7 @@ def test_bad_commands_are_one_line(command: str, says: str) -> None:
     [
         ("explain", ["--like", START, "--tp", "8"], "--tp is said by --like already"),
         ("search", ["--like", START, "--context", "1M"], "--context is said by --like already"),
-        ("search", ["--like", START, "--model", "pro"], "--model is said by --like already"),
-        ("explain", ["--like", START, "--model", "pro"], "--model is said by --like already"),
-        ("doctor", ["--like", START, "--model", "flash"], "--model is said by --like already"),
-        ("report", ["--like", START, "--model", "flash"], "--model is said by --like already"),
+        ("search", ["--like", START, "--model", "por"], "unknown model 'por': did you mean 'pro'?"),
         ("search", ["--like", START, "--heads", "8"], "--heads is said by --like already"),
         ("search", ["--gpu-memory", "96", "--kernel", "indexer"], "--gpu-memory goes with --like"),
         ("doctor", ["--gpu-memory", "96"], "--gpu-memory goes with --like"),

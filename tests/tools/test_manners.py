@@ -39,6 +39,7 @@ def test_shells_complete_words(typed: str, offered: list[str]) -> None:
         (["search", "--kernel", "mla_decoder", "--target", "sm_120"], "did you mean 'mla_decode'?"),
         (["explain", "--target", "sm120"], "did you mean 'sm_120'?"),
         (["explain", "--device", "RTX-Pro-600"], "did you mean 'rtx-pro-6000'?"),
+        (["explain", "--device", "h200", "--context", "2M"], "--context 2M is more than DeepSeek-V4's 1M"),
         (["explain", "--device", "h200", "--policy", "mesured"], "did you mean 'measured'?"),
         (["explain", "--device", "h200", "--model", "Flsh"], "did you mean 'flash'?"),
         (["search", "--device", "h200", "--kernel", "mla_decode", "--model", "prp"], "did you mean 'pro'?"),

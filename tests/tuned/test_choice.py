@@ -117,6 +117,25 @@ def test_a_config_that_the_space_refuses_for_these_rows() -> None:
     assert found.entry is None and any("config refused" in str(one) for one in found.considered)
 
 
+def test_the_narrowest_range_that_holds_the_call(tmp_path: Path) -> None:
+    """What was tried at lengths like the call's says more of it than what was tried at others too; of one file."""
+    narrow = Range(width=4096, lengths=[128, 2048], weights=[1.0, 1.0])
+    wide, near = entry(8, 0.6), entry(8, 0.9, OTHER, range=narrow, times_us={128: 2.7, 2048: 2.7})
+    lost = near.model_copy(update={"final": make_final(1, won=False)})
+    for found in ((wide, near), (near, wide)):
+        assert choose(8, *found, width=4096).config == OTHER
+        assert choose(8, *found, width=4160).config == CONFIG
+    mine = [Found(one, "mine.db", here=True) for one in (wide, lost)]
+    assert choose(8, *mine, width=4096).settled and choose(8, *mine, width=4160).config == CONFIG
+    store = Store(tmp_path / "tuned.db")
+    store.add_all([wide.trial(""), near.trial("")])
+    store.close()
+    book = Book.read(serving.CARD.silicon, tmp_path / "tuned.db", pytest.fail)
+    for width, config in ((4096, OTHER), (4160, CONFIG)):
+        assert book.choose(serving.problem_of("indexer", 8), width, rules("measured")).config == config
+    book.close()
+
+
 def test_a_wider_call_than_was_tried() -> None:
     found = choose(8, entry(8), width=WIDTH + 64)
     assert found.entry is None and found.why == "tried up to 262208 columns, asked for 262272"
@@ -195,7 +214,7 @@ def usable(path: Path, tell: Any) -> list[Entry]:
     """Every usable entry of the indexer on this card."""
     of = family(serving.problem_of("indexer", 8))
     with contextlib.closing(Stored(path, tell)) as stored:
-        return [entry for rows in stored.rows(of, True) for entry, _ in stored.entries(of, rows, "3.9.0", "13.0")]
+        return [entry for rows in stored.rows(of, True) for entry, _ in stored.entries(of, rows, 0, "3.9.0", "13.0")]
 
 
 # -- the database -----------------------------------------------------------------------------------------------

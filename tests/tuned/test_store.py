@@ -225,7 +225,7 @@ def test_spoilt_bytes_stop_neither_a_search_nor_a_server(path: Path, seed: int) 
     path.write_bytes(bytes(data))
     lines: list[str] = []
     with contextlib.closing(Stored(path, lines.append)) as stored:
-        list(stored.entries(family(ops.problem_from_json(make_trial().problem)), 64, "3.9.0", "13.0"))
+        list(stored.entries(family(ops.problem_from_json(make_trial().problem)), 64, 0, "3.9.0", "13.0"))
     assert len(lines) <= 1 and all(len(line) < 400 and "\n" not in line for line in lines)
     again = Store(path)
     again.add(make_trial())
@@ -400,7 +400,7 @@ def test_an_older_schema_is_read_by_a_server_and_migrated_by_a_search(path: Path
         with contextlib.closing(Stored(path, pytest.fail)) as stored:
             assert stored.rows(of, True) == [64] and stored.rows(of, False) == []
             assert stored.nearest(of, 65, -1, True) == [64] and stored.nearest(of, 64, 1, True) == []
-            return list(stored.entries(of, 64, "3.9.0", "13.0"))
+            return list(stored.entries(of, 64, 0, "3.9.0", "13.0"))
 
     assert served() == [(Entry.of(trial), False)] and path.read_bytes() == before
     with pytest.raises(StoreError, match=r"older schema.*prune"):
@@ -535,7 +535,7 @@ def test_what_is_asked_often_goes_through_an_index(path: Path) -> None:
     plan = _plan(path, store_module.TRIED, {"key": "", "range": ""})
     assert "USING INDEX trial_range (problem_id=? AND range=?)" in plan
     columns = {"family": "p.family", "imported": "t.imported", "lengths": "t.lengths", "final": "t.final"}
-    ranked = reader.RANKED.format(rank=reader.BEST_RANK.format(same="1"), **columns)
+    ranked = reader.RANKED.format(rank=reader.BEST_RANK.format(same="1", wide="width < 5, width"), **columns)
     plan = _plan(path, ranked, {"family": "", "rows": 8})
     assert "SEARCH p USING COVERING INDEX problem_family (family=? AND rows=?)" in plan
     assert "SEARCH t USING COVERING INDEX trial_best (problem_id=?)" in plan

@@ -14,6 +14,7 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,  # which would read "[default: ...]" as markup
     add_completion=True,
+    context_settings={"help_option_names": ["--help", "-h"]},
     pretty_exceptions_enable=False,
     help="Tune and generate DeepSeek-V4's decode kernels for your own GPU.",
 )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from dsv4tune.codegen.space import Config
-from dsv4tune.codegen.words import visible
+from dsv4tune.codegen.words import counted, visible
 
 if TYPE_CHECKING:
     from dsv4tune.codegen.models import Model
@@ -273,6 +273,14 @@ def read_memory(text: str | None) -> float | None:
     return float(found[1]) if found is not None else None
 
 
+def read_context(text: str | None) -> int:
+    """Tokens of a server's context, the model's own unless given."""
+    tokens = read_count(text or "1M", "--context")
+    if tokens > 1 << 20:
+        raise ValueError(f"--context {text} is more than DeepSeek-V4's 1M")
+    return tokens
+
+
 def read_model(name: str | None) -> Model | None:
     from dsv4tune.codegen.models import named
 
@@ -309,7 +317,7 @@ def served(
     counts = None if rows == "captured" else read_rows(rows)
     if like is None:
         refuse_memory(gpu_memory)
-        tokens = read_count(context or "1M", "--context")
+        tokens = read_context(context)
         prompt = 0 if chunk in (None, "0") else read_count(str(chunk), "--chunk")
         named = read_model(model) or FLASH
         return wanted.server(tokens, tp or 8, draft_tokens or 0, counts, prompt, named), tokens, named
@@ -320,8 +328,11 @@ def served(
     return (server if counts is None else replace(server, rows=tuple(counts))), start.context, start.model
 
 
-def read_like(card: Any, like: str, memory: float | None, tell: Any = None, **others: Any) -> Any:
-    """The facts of a start command (`dsv4tune.tools.like.Start`), told on stderr or to `tell`.
+def read_like(
+    card: Any, like: str, memory: float | None, tell: Any = None, model: str | None = None, **others: Any
+) -> Any:
+    """The facts of a start command (`dsv4tune.tools.like.Start`), told on stderr or to `tell`; `model` for one whose
+    files are not here.
 
     Raises:
         ValueError: it is none, or one of the `others` was given, which it says already.
@@ -330,7 +341,7 @@ def read_like(card: Any, like: str, memory: float | None, tell: Any = None, **ot
 
     for name in given_options(**others):
         raise ValueError(f"--{name.replace('_', '-')} is said by --like already: leave one of them out")
-    start = reading_like.read(like, card(), memory)
+    start = reading_like.read(like, card(), memory, read_model(model))
     (tell or say)(f"like: {start}")
     return start
 
@@ -350,7 +361,7 @@ def summary(result: dict[str, Any]) -> str:
     lines = [
         f"{result['problem']['key']}",
         f"  {result['status']}: {result['tried']} tried in {result['seconds']:.1f} s, "
-        f"{trials['total']} trials stored{f' ({counts})' if counts else ''}",
+        f"{counted(trials['total'], 'trial')} stored{f' ({counts})' if counts else ''}",
     ]
     lines.append(f"  {one_line(best)}" if best else "  nothing usable")
     for name, reference in result["references"].items():

@@ -27,7 +27,7 @@ from dsv4tune.tools.cli.options import (
     echo,
     fail,
     given_options,
-    read_count,
+    read_context,
     read_duration,
     read_model,
     reading,
@@ -84,7 +84,7 @@ def record_command(
         request = record.Request(
             kernel=ops.get(kernel).name,
             rows=rows,
-            max_context=read_count(context or "1M", "--context"),
+            max_context=read_context(context),
             draft_tokens=draft_tokens or 0,
             options=given_options(heads=heads, tp=tp, cache=cache, model=read_model(model)),
             device=card,

@@ -35,6 +35,7 @@ from dsv4tune.tools.cli.options import (
     echo,
     fail,
     given_options,
+    read_context,
     read_count,
     read_duration,
     read_like,
@@ -143,7 +144,7 @@ def search_command(
         card, on_gpu = tune.choose_device(device, target, site)
         if weights is not None and lengths is None:
             raise ValueError("--weights goes with --lengths: name both")
-        tokens, drafts, counts = read_count(context or "1M", "--context"), draft_tokens or 0, []
+        tokens, drafts, counts = read_context(context), draft_tokens or 0, []
         if like is None:
             refuse_memory(gpu_memory)
             counts = read_rows(rows or "64", drafts)
