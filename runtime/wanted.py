@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from dsv4tune.codegen import ops
 from dsv4tune.codegen.models import FLASH, Model
@@ -83,22 +83,35 @@ class Server:
     def wanted(self, silicon: Silicon, kernels: Iterable[str]) -> list[Wanted]:
         """Every call shape, by kernel and rows. A shape that an op doesn't serve is left out: it stays the server's."""
         found: list[Wanted] = []
+        called = [kernel for kernel in kernels if kernel in CALLS]
         for rows in sorted({*self.rows, *self.prefill_rows}):
-            for kernel in kernels:
-                if kernel == "indexer":
-                    # A prompt's table is as wide as the prompt: its launch must not depend on that.
-                    width = self.columns if rows in self.rows or rows < PREFILL_ROWS else 0
-                    found += _served("indexer", rows, silicon, width, (), {})
-                else:
-                    for heads in self.heads:
-                        shown = (PADDED_HEADS,) if heads < PADDED_HEADS else ()
-                        for page, width in self.extras:
-                            options = {
-                                "heads": heads, "width": self.window[0], "page_size": self.window[1],
-                                "extra_width": width, "extra_page_size": page,
-                            }  # fmt: skip
-                            found += _served("mla_decode", rows, silicon, width or self.window[0], shown, options)
+            for kernel in called:
+                for width, shown, options in CALLS[kernel](self, rows):
+                    found += _served(kernel, rows, silicon, width, shown, options)
         return found
+
+    def _indexer(self, rows: int) -> Iterator[_Call]:
+        # A prompt's table is as wide as the prompt: its launch must not depend on that.
+        yield self.columns if rows in self.rows or rows < PREFILL_ROWS else 0, (), {}
+
+    def _mla_decode(self, rows: int) -> Iterator[_Call]:
+        for heads in self.heads:
+            shown = (PADDED_HEADS,) if heads < PADDED_HEADS else ()
+            for page, width in self.extras:
+                options = {
+                    "heads": heads, "width": self.window[0], "page_size": self.window[1],
+                    "extra_width": width, "extra_page_size": page,
+                }  # fmt: skip
+                yield width or self.window[0], shown, options
+
+
+#: Width of a call, other head counts that it shows, and its problem's fields.
+_Call: TypeAlias = tuple[int, tuple[int, ...], dict[str, Any]]
+#: The ops that a server calls, and what each call of so many rows is like; of another op it has no calls.
+CALLS: Mapping[str, Callable[[Server, int], Iterator[_Call]]] = {
+    "indexer": Server._indexer,
+    "mla_decode": Server._mla_decode,
+}
 
 
 def _served(

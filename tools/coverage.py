@@ -11,7 +11,7 @@ from dsv4tune.codegen.devices import Device
 from dsv4tune.codegen.models import FLASH, MODELS
 from dsv4tune.codegen.ops.mla_decode_call import CACHES
 from dsv4tune.codegen.problem import Problem
-from dsv4tune.runtime.wanted import Server
+from dsv4tune.runtime.wanted import CALLS, Server
 from dsv4tune.tools import explain
 from dsv4tune.tools.like import spread
 from dsv4tune.tuned.selector import Decision, Policy
@@ -48,7 +48,13 @@ class Strip:
 
 
 def strips(card: Device, kernel: str, server: Server, context: int, database: Path | None, say: Say) -> list[Strip]:
-    """One strip for each kind of call of this kernel that such a server captures; what none of them fits has none."""
+    """One strip for each kind of call of this kernel that such a server captures; what none of them fits has none.
+
+    Raises:
+        ValueError: the kernel serves none of its calls, or a database was named that is not there.
+    """
+    if kernel not in CALLS:
+        return []
     server = replace(server, prefill_rows=())
     found = decisions(card, kernel, server, "measured", database, say)
     # The same lines were told by the first look.

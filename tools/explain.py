@@ -13,7 +13,7 @@ from dsv4tune.codegen.devices import Device
 from dsv4tune.codegen.render import cache_folder, try_writing
 from dsv4tune.runtime import compilers, startup, targets
 from dsv4tune.runtime.compilers import Job
-from dsv4tune.runtime.wanted import Server, Wanted
+from dsv4tune.runtime.wanted import CALLS, Server, Wanted
 from dsv4tune.tuned.reader import default_path
 from dsv4tune.tuned.selector import Decision, Policy, Refused
 
@@ -56,6 +56,8 @@ def decide(request: Request, say: Say) -> list[tuple[Wanted, Decision]]:
         ValueError: no kernel serves these arguments, or a database was named that is not there.
     """
     silicon = request.card.silicon
+    if not any(kernel in CALLS for kernel in request.kernels):
+        raise ValueError(f"no server calls {', '.join(request.kernels)}: use one of {', '.join(CALLS)}")
     wanted = request.server.wanted(silicon, request.kernels)
     if not wanted:
         raise ValueError("no kernel serves a server of these arguments: check --rows and --context")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,13 +11,17 @@ from pathlib import Path
 
 import jinja2
 import pytest
+from fakes import RESOURCES
 from row_sum import RowSum
+from typer.testing import CliRunner
 
 from dsv4tune.codegen import ops, render
-from dsv4tune.codegen.compile import compile_config
+from dsv4tune.codegen.compile import Report, compile_config
 from dsv4tune.codegen.devices import DEVICES
 from dsv4tune.codegen.space import Config
+from dsv4tune.runtime import compilers
 from dsv4tune.tools import peers, samplers
+from dsv4tune.tools.cli import app
 from dsv4tune.tools.evaluate import predicted_us
 from dsv4tune.tools.measure import Setup, floors_us
 from dsv4tune.tools.search import Proposer, search
@@ -89,6 +94,20 @@ def test_the_search_takes_it(op: RowSum) -> None:
         None,
     )
     assert result.tried == 10 and best[min(best)]["block_t"] == 2048 and best[min(best)]["order"] == "forward"
+
+
+def test_no_server_calls_it(op: RowSum, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An op whose calls runtime/wanted.py doesn't tell has none, least of all those of another."""
+    explained = CliRunner().invoke(app, ["explain", "--kernel", op.name, "--device", "h200"])
+    assert (
+        explained.exit_code == 2
+        and explained.output == f"dsv4tune: no server calls {op.name}: use one of indexer, mla_decode\n"
+    )
+    report = Report(**RESOURCES.model_dump())
+    monkeypatch.setattr(compilers, "compile_all", lambda jobs, _: {job.source.sha: report for job in jobs})
+    findings = json.loads(CliRunner().invoke(app, ["doctor", "--device", "h200", "--json"]).stdout)["findings"]
+    named = [one["what"] for one in findings if one["what"].startswith("entries of")]
+    assert len(named) == len(set(named)) == 4 and not any(op.name in name for name in named)
 
 
 def test_no_server_kernel_is_known_for_it(op: RowSum) -> None:
