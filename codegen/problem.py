@@ -54,6 +54,16 @@ class Problem:
         return " ".join(f"{name}={value}" for name, value in self._shape().items())
 
     @property
+    def kind(self) -> str:
+        """Of call, in the words of a server's owner: what calls of other row counts and contexts share."""
+        return self.op
+
+    @property
+    def said(self) -> tuple[str, ...]:
+        """The shapes without the rows, a phrase for each that a server's owner knows; ops may say more than this."""
+        return tuple(f"{name}={value}" for name, value in self._shape().items() if name != "rows")
+
+    @property
     def key(self) -> str:
         s = self.silicon
         return f"{self.op} {self.label} {s.target} sms={s.sm_count} shared={s.shared_bytes}"

@@ -11,6 +11,7 @@ from dsv4tune.codegen.devices import Device
 from dsv4tune.codegen.models import FLASH, MODELS
 from dsv4tune.codegen.ops.mla_decode_call import CACHES
 from dsv4tune.codegen.problem import Problem
+from dsv4tune.codegen.words import written
 from dsv4tune.runtime.wanted import CALLS, Server
 from dsv4tune.tools import explain
 from dsv4tune.tools.like import spread
@@ -63,7 +64,7 @@ def strips(card: Device, kernel: str, server: Server, context: int, database: Pa
     grouped: dict[str, list[Cell]] = {}
     problems: dict[str, Problem] = {}
     for decision in found:
-        name = _name(decision.problem)
+        name = decision.problem.kind
         problems.setdefault(name, decision.problem)
         grouped.setdefault(name, []).append(_cell(decision, predicted[decision.problem.key]))
     strips = [Strip(kernel, name, tuple(cells)) for name, cells in grouped.items()]
@@ -87,15 +88,6 @@ def _cell(decision: Decision, lenient: Decision) -> Cell:
     if lenient.entry is not None:
         return Cell(rows, "predicted", decision.why)
     return Cell(rows, "none", decision.why)
-
-
-def _name(problem: Problem) -> str:
-    if problem.op != "mla_decode":
-        return problem.op
-    size = getattr(problem, "extra_page_size", 0)
-    layers = f"{CACHES[size]} layers" if size in CACHES else f"pages of {size}"
-    layers = layers if size else "layers without a compressed cache"
-    return f"mla_decode, {getattr(problem, 'heads', 0)} heads, {layers}"
 
 
 def command(problem: Problem, context: int, rows: Sequence[int]) -> str:
@@ -127,11 +119,3 @@ def command_like(like: str, gpu_memory: str, found: Sequence[Strip]) -> str:
     if rows and rows < {cell.rows for strip in found for cell in strip.cells}:
         words += ["--rows", ",".join(map(str, spread(sorted(rows))))]
     return shlex.join(words)
-
-
-def written(tokens: int) -> str:
-    """A context as the command line takes it: 1M, 128k, 1000."""
-    for unit, size in (("M", 1 << 20), ("k", 1 << 10)):
-        if tokens % size == 0:
-            return f"{tokens // size}{unit}"
-    return str(tokens)

@@ -333,9 +333,15 @@ class Book:
         shapes = [shape for shape in map(json.loads, self._families) if shape["op"] == wanted["op"]]
         if not shapes:
             return "no entry for this silicon"
-        others = [[f"{name}={value}" for name, value in s.items() if wanted.get(name) != value] for s in shapes]
-        nearest = min(others, key=len)
-        return f"no entry for these shapes, there are some with {' '.join(nearest)}"
+
+        def apart(shape: dict[str, Any]) -> tuple[int, int]:
+            differ = [(wanted[name], value) for name, value in shape.items() if wanted[name] != value]
+            return len(differ), sum(abs(one - other) for one, other in differ if isinstance(one, int))
+
+        nearest = min(shapes, key=apart)
+        mine, theirs = problem.said, ops.problem_from_json({**nearest, "rows": problem.rows}).said
+        missing, there = (", ".join(w for w in a if w not in b) for a, b in ((mine, theirs), (theirs, mine)))
+        return f"no entry for {missing}: search for one (there are some for {there})"
 
     def _exact(self, problem: Problem, width: int, rules: Rules, found: Iterator[Found]) -> Decision | None:
         """The first that is usable, or what stands against the first one; None where nothing was found."""

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from dsv4tune.codegen.later import torch
+from dsv4tune.codegen.models import MODELS
 from dsv4tune.codegen.problem import Problem
+from dsv4tune.codegen.words import written
 
 #: Values of a query, key or output of one head: 448 without and 64 with rotary position.
 HEAD_DIM, NOPE_DIM, ROPE_DIM = 512, 448, 64
@@ -67,6 +69,37 @@ class MlaDecodeProblem(Problem):
         _check_cache("", self.page_size, self.width)
         if self.extra_page_size or self.extra_width:
             _check_cache("extra_", self.extra_page_size, self.extra_width)
+
+    @property
+    def kind(self) -> str:
+        return f"{self.op}, {self.heads} heads, {self._layers}"
+
+    @property
+    def said(self) -> tuple[str, ...]:
+        told = ("heads", "extra_page_size", "extra_width", "rows")
+        others = (f"{name}={value}" for name, value in self._shape().items() if name not in told)
+        return f"{self.heads} heads", self._layers + self._extent, *others
+
+    @property
+    def _layers(self) -> str:
+        if not self.extra_page_size:
+            return "layers without a compressed cache"
+        size = self.extra_page_size
+        return f"{CACHES[size]} layers" if size in CACHES else f"layers of {size} entries a page"
+
+    @property
+    def _extent(self) -> str:
+        """What the extra cache's width follows from: the context or the model."""
+        cache, width = CACHES.get(self.extra_page_size), self.extra_width
+        if cache == "none":
+            return ""
+        if cache == "c128" and width % 64 == 0:
+            # Two columns for 256 tokens, in whole 64s, and SGLang asks for some tokens more than the context: that of
+            # 128k has 17 of them, as any other up to 136k.
+            tokens = (width // 64 - 1) * 8192
+            return f" at a context of about {written(tokens)}" if tokens else " at a context below 8k"
+        model = next((model for model in MODELS.values() if model.topk == width), None) if cache == "c4" else None
+        return f" of {model.title}" if model is not None else f" with {width} columns"
 
 
 @dataclass(frozen=True)

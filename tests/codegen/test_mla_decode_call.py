@@ -9,7 +9,10 @@ import pytest
 import torch
 
 from dsv4tune.codegen import devices
+from dsv4tune.codegen.models import PRO
+from dsv4tune.codegen.ops.mla_decode import MlaDecode
 from dsv4tune.codegen.ops.mla_decode_call import MlaDecodeCall, MlaDecodeProblem, page_stride
+from dsv4tune.codegen.words import written
 
 SILICON = devices.DEVICES["h200"].silicon
 BF16, I32 = torch.bfloat16, torch.int32
@@ -49,6 +52,25 @@ def call_of(problem: MlaDecodeProblem, padded: int | None = None, device: str = 
 
 def test_page_strides_are_the_contracts() -> None:
     assert [page_stride(n) for n in (2, 64, 256)] == [1_728, 37_440, 149_760]
+
+
+@pytest.mark.parametrize("context", [1 << 20, 1 << 17, 196_608, 1 << 13])
+@pytest.mark.parametrize("drafts", [0, 4])
+def test_the_width_of_a_c128_cache_says_for_which_context_it_is(context: int, drafts: int) -> None:
+    problem = problem_of(extra_page_size=2, extra_width=MlaDecode().width(context, drafts))
+    assert problem.said[:2] == ("8 heads", f"c128 layers at a context of about {written(context)}")
+    # Others of these 8k have that width too.
+    assert MlaDecode().width(context + 8000, drafts) == problem.extra_width
+
+
+def test_what_the_words_for_a_call_follow_from() -> None:
+    assert problem_of(extra_page_size=2, extra_width=64).said[1] == "c128 layers at a context below 8k"
+    assert problem_of(extra_width=PRO.topk).said[1] == "c4 layers of DeepSeek-V4-Pro"
+    assert problem_of(extra_page_size=32, extra_width=512).said[1] == "layers of 32 entries a page with 512 columns"
+    assert problem_of(heads=16, extra_page_size=0, extra_width=0).kind == (
+        "mla_decode, 16 heads, layers without a compressed cache"
+    )
+    assert "lse=True" in problem_of(lse=True).said
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,9 @@ from typer.testing import CliRunner
 
 from dsv4tune.codegen import ops
 from dsv4tune.codegen.models import FLASH, PRO, Model
+from dsv4tune.codegen.words import written
 from dsv4tune.runtime import wanted
-from dsv4tune.tools import coverage, like
+from dsv4tune.tools import like
 from dsv4tune.tools.cli import app
 from dsv4tune.tools.report import budget, collect, knobs, page, plots
 from dsv4tune.tuned.records import Baseline
@@ -269,9 +270,7 @@ def test_what_was_stopped_early_is_shown_too(tmp_path: Path) -> None:
 def test_gaps_are_filled_by_few_searches() -> None:
     assert like.spread([72, 80, 100, 144, 200, 512]) == [72, 144, 512]
     assert like.spread([7]) == [7]
-    assert (
-        coverage.written(1 << 20) == "1M" and coverage.written(131_072) == "128k" and coverage.written(1000) == "1000"
-    )
+    assert written(1 << 20) == "1M" and written(131_072) == "128k" and written(1000) == "1000"
 
 
 def test_cards_of_many_row_counts_span_them() -> None:

@@ -192,12 +192,31 @@ def test_silicon_decides_and_names_inform() -> None:
     assert book.choose(problem, WIDTH, rules()).why == "no entry for this silicon"
 
 
-def test_other_shapes_are_named() -> None:
+@pytest.mark.parametrize(
+    ("heads", "page", "width", "missing", "there"),
+    [
+        (8, 2, 1088, "c128 layers at a context of about 128k", "c128 layers at a context of about 1M"),
+        (8, 64, 1024, "8 heads", "16 heads"),
+        (32, 64, 1024, "32 heads", "16 heads"),
+        (4, 0, 0, "4 heads", "8 heads"),
+        (8, 64, 2048, "c4 layers with 2048 columns", "c4 layers of DeepSeek-V4-Flash"),
+    ],
+)
+def test_other_shapes_are_named(heads: int, page: int, width: int, missing: str, there: str) -> None:
+    """In words that a server's owner knows, not by a tensor's columns."""
     op, card = ops.get("mla_decode"), DEVICES["h200"]
-    problem = op.problem(64, card.silicon, heads=8, extra_page_size=2, extra_width=1088)
+    problem = op.problem(64, card.silicon, heads=heads, extra_page_size=page, extra_width=width)
     with contextlib.closing(Book.read(card.silicon, None, pytest.fail)) as book:
-        why = book.choose(problem, 1088, rules()).why
-    assert why == "no entry for these shapes, there are some with extra_width=8256"
+        why = book.choose(problem, width, rules()).why
+    assert why == f"no entry for {missing}: search for one (there are some for {there})"
+
+
+def test_other_shapes_of_an_op_that_says_no_more_are_named_by_their_fields() -> None:
+    op = ops.get("indexer")
+    book = Book(DEVICES["rtx-pro-6000"].silicon, pytest.fail)
+    book.add([Found(entry(8), "mine.db")])
+    why = book.choose(op.problem(8, book.silicon, heads=32), WIDTH, rules()).why
+    assert why == "no entry for heads=32: search for one (there are some for heads=64)"
 
 
 @settings(deadline=None, max_examples=30)
