@@ -240,8 +240,10 @@ def _entries(card: Device, request: Request) -> Iterator[Finding]:
         text = f"{covered} of {len(strip.cells)} captured sizes have a measured entry"
         if predicted:
             text += f", {predicted} a predicted one only"
+        if covered < len(strip.cells):
+            text += "; the others keep the server's own kernel"
         if stays := strip.count("server"):
-            text += f"; at {stays} a search found the server's own kernel as fast"
+            text += f", at {stays} because a search here found it as fast"
         if strip.open:
             yield Finding(f"entries of {strip.name}", "gap", text, whole or strip.command)
         else:

@@ -74,7 +74,8 @@ def test_sizes_without_an_entry_come_with_the_search_that_fills_them(tmp_path: P
     write_searches(tmp_path / "tuned.db", trials=3)
     found = doctor("--device", "rtx-pro-6000", "--tp", 4)
     indexer = found["entries of indexer"][0]
-    assert indexer["status"] == "gap" and "12 of 52 captured sizes" in indexer["text"]
+    assert indexer["status"] == "gap" and indexer["text"].startswith("12 of 52 captured sizes have a measured entry")
+    assert indexer["text"].endswith("; the others keep the server's own kernel"), "which is no fault"
     assert indexer["fix"] == "dsv4tune search --kernel indexer --rows 72,144,288,512 --context 1M"
     decode = found["entries of mla_decode, 16 heads, c128 layers"][0]
     assert "--heads 16 --cache c128" in decode["fix"] and decode["text"].startswith("0 of 52")
@@ -161,7 +162,7 @@ def test_what_a_search_here_left_to_the_server_is_no_gap(tmp_path: Path) -> None
     store.add_final([make_trial(None, first, "h200", score=0.99, final=make_final(1, won=False), **beside)])
     store.close()
     (after,) = doctor("--device", "h200")["entries of indexer"]
-    assert after["text"].endswith("; at 1 a search found the server's own kernel as fast")
+    assert after["text"].endswith("keep the server's own kernel, at 1 because a search here found it as fast")
     assert after["status"] == "gap" and f"--rows {first}," not in after["fix"]
 
 
