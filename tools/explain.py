@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 from dsv4tune.codegen import devices
 from dsv4tune.codegen.devices import Device
 from dsv4tune.codegen.render import cache_folder, try_writing
+from dsv4tune.codegen.space import Config
+from dsv4tune.codegen.words import ranges
 from dsv4tune.runtime import compilers, startup, targets
 from dsv4tune.runtime.compilers import Job
 from dsv4tune.runtime.wanted import CALLS, Server, Wanted
@@ -18,6 +21,9 @@ from dsv4tune.tuned.reader import default_path
 from dsv4tune.tuned.selector import Decision, Policy, Refused
 
 Say = Callable[[str], None]
+
+#: So many row counts are told in full; of more, a summary is.
+FEW = 8
 
 
 @dataclass(frozen=True)
@@ -88,6 +94,7 @@ def explain(request: Request, say: Say) -> list[dict[str, Any]]:
             }
         found.append(
             {
+                "kind": wanted.problem.kind,
                 "problem": {**wanted.problem.to_json(), "key": wanted.problem.key},
                 "width": wanted.width,
                 "chosen": chosen,
@@ -96,6 +103,50 @@ def explain(request: Request, say: Say) -> list[dict[str, Any]]:
             }
         )
     return found
+
+
+def summary(found: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """What `explain` found, for a reader: how many row counts of each kind have an entry, and those alike at once."""
+    kinds: dict[str, list[dict[str, Any]]] = {}
+    for one in found:
+        kinds.setdefault(one["kind"], []).append(one)
+    for kind, calls in kinds.items():
+        alike: dict[tuple[str, str], list[dict[str, Any]]] = {}
+        for one in calls:
+            outcome, config = _outcome(one)
+            alike.setdefault((_SCORE.sub("", outcome), config), []).append(one)
+        served = sum(one["chosen"] is not None for one in calls)
+        head = f"{kind}: {served} of {len(calls)} row counts have an entry"
+        if not served and len(alike) == 1:
+            yield f"{head}: {_spanned(calls)}"
+            continue
+        yield head
+        every = [one["problem"]["rows"] for one in calls]
+        for (_, config), some in alike.items():
+            stays = "" if config else "the server's own kernel stays: "
+            yield f"  rows {ranges([one['problem']['rows'] for one in some], every)}: {stays}{_spanned(some)}"
+            if config:
+                yield f"    {config}"
+
+
+#: What differs between outcomes that are told as one.
+_SCORE = re.compile(r"\b\d+\.\d{3}(?= of )")
+
+
+def _outcome(one: dict[str, Any]) -> tuple[str, str]:
+    """In a line without the rows, and the config."""
+    chosen = one["chosen"]
+    if chosen is None:
+        return one["why"], ""
+    where = f"{chosen['provenance']} on {chosen['device']}, from {chosen['origin']}"
+    return f"{chosen['score']:.3f} of {chosen['yardstick']}, {where}", Config(chosen["config"]).brief
+
+
+def _spanned(alike: Sequence[dict[str, Any]]) -> str:
+    """The one outcome of all these, with the scores from the best to the worst."""
+    outcomes = [_outcome(one)[0] for one in alike]
+    scores = sorted({score for outcome in outcomes for score in _SCORE.findall(outcome)}, key=float)
+    return _SCORE.sub("-".join(dict.fromkeys((scores[0], scores[-1]))) if scores else "", outcomes[0])
 
 
 def _folded(refused: Sequence[Refused]) -> list[str]:

@@ -12,6 +12,7 @@ from fakes import RESOURCES
 from typer.testing import CliRunner
 
 from dsv4tune.codegen.compile import Report
+from dsv4tune.codegen.words import ranges
 from dsv4tune.runtime import compilers
 from dsv4tune.tools.cli import app
 
@@ -61,6 +62,38 @@ def test_entries_refused_for_one_reason_are_one_line(tmp_path: Path) -> None:
     (found,) = results(*arguments)
     (line,) = [line for line in cast("list[str]", found["refused"]) if line.startswith(str(db))]
     assert line.endswith("; 2 more like it")
+
+
+def test_many_row_counts_are_told_by_what_they_share() -> None:
+    text = run("explain", "--rows", "captured", "--context", "128k", *H200)
+    lines = text.splitlines()
+    assert len(lines) < 80 and text.count("no entry for c128 layers") == 1 and "refused: " not in text
+    heads = [line for line in lines if not line.startswith(" ")]
+    assert heads[0] == "indexer: 37 of 52 row counts have an entry"
+    assert heads[3].startswith("mla_decode, 8 heads, c128 layers: 0 of 52 row counts have an entry: no entry for c128")
+    assert "  rows 200-368: the server's own kernel stays: no one config is usable at both 192 and 384 rows" in lines
+    # JSON stays complete.
+    assert len(results("--rows", "captured", "--context", "128k", *H200)) == 52 * 4
+    spans = [line.removeprefix("  rows ").partition(":")[0] for line in lines if line.startswith("  rows ")]
+    assert "1, 8, 16-40, 56-72, 88, 104-136, 176-192" in spans
+
+
+def test_scores_apart_are_no_outcomes_apart(tmp_path: Path) -> None:
+    db = tmp_path / "tuned.db"
+    for rows in range(1, 10):
+        serving.write_entry(db, rows=rows, score=1 + rows / 10)
+    arguments = ["--kernel", "indexer", "--device", "rtx-pro-6000", "--db", str(db)]
+    told = run("explain", "--rows", ",".join(map(str, range(1, 10))), *arguments).splitlines()
+    assert (
+        told[0] == "indexer: 0 of 9 row counts have an entry: not faster than tilelang by 1% (1.100-1.900 of its time)"
+    )
+    assert "refused: " in run("explain", "--rows", "1,2,3", *arguments), "few are told in full"
+
+
+def test_ranges_are_of_what_was_asked_for() -> None:
+    every = [1, 2, 4, 8, 16, 24, 32]
+    assert ranges([4, 8, 16], every) == "4-16" and ranges([1, 2, 8], every) == "1, 2, 8"
+    assert ranges([1, 4, 8, 16, 32], every) == "1, 4-16, 32" and ranges(every, every) == "1-32"
 
 
 @pytest.mark.parametrize(
