@@ -21,6 +21,15 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
+class Like:
+    """A start command, and what was said of what it doesn't say; "" where nothing was."""
+
+    command: str
+    gpu_memory: str = ""
+    model: str = ""
+
+
+@dataclass(frozen=True)
 class Cell:
     """One captured row count: ``exact``, ``between`` two row counts, ``predicted`` only, ``server`` where a search here
     left the server's own kernel, or ``none``; and why."""
@@ -108,9 +117,11 @@ def command(problem: Problem, context: int, rows: Sequence[int]) -> str:
     return " ".join(parts)
 
 
-def command_like(like: str, gpu_memory: str, found: Sequence[Strip]) -> str:
-    """The one search that would fill the gaps of all these strips, of the server that starts by `like`."""
-    words = ["dsv4tune", "search", "--like", like, *(["--gpu-memory", gpu_memory] if gpu_memory else [])]
+def command_like(like: Like, found: Sequence[Strip]) -> str:
+    """The one search that would fill the gaps of all these strips, of the server that starts so."""
+    words = ["dsv4tune", "search", "--like", like.command]
+    words += ["--gpu-memory", like.gpu_memory] if like.gpu_memory else []
+    words += ["--model", like.model] if like.model else []
     kernels = {strip.kernel for strip in found if strip.open}
     if len(kernels) == 1:
         words += ["--kernel", *kernels]

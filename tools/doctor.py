@@ -50,15 +50,14 @@ class Request:
         card: the named one, None for the GPU here.
         server: whose captured sizes are looked at; `context` is its in tokens.
         database: None for the one that a server would read.
-        like, gpu_memory: what the server was read from, "" where it was not.
+        like: what the server was read from, where it was.
     """
 
     card: Device | None
     server: Server
     context: int
     database: Path | None = None
-    like: str = ""
-    gpu_memory: str = ""
+    like: coverage.Like | None = None
 
 
 def examine(request: Request) -> Iterator[Finding]:
@@ -234,7 +233,7 @@ def _entries(card: Device, request: Request) -> Iterator[Finding]:
             found += coverage.strips(card, name, request.server, request.context, request.database, told.append)
         except ValueError as error:
             yield Finding(f"entries of {name}", "note", str(error))
-    whole = coverage.command_like(request.like, request.gpu_memory, found) if request.like else ""
+    whole = coverage.command_like(request.like, found) if request.like is not None else ""
     for strip in found:
         covered, predicted = strip.count("exact", "between"), strip.count("predicted")
         text = f"{covered} of {len(strip.cells)} captured sizes have a measured entry"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import resources
@@ -35,6 +35,9 @@ POLICIES: tuple[Policy, ...] = ("measured", "strict", "predicted")
 MARGIN = 0.01
 
 ONLY_PREDICTED = "predicted, not measured (policy predicted would take it)"
+
+#: Row counts that a message names; of more it names the ends.
+FEW = 8
 
 Tell = Callable[[str], None]
 
@@ -394,8 +397,8 @@ def family(problem: Problem) -> str:
     return json.dumps(shape, sort_keys=True, separators=(",", ":"))
 
 
-def _listed(rows: Iterable[int]) -> str:
-    return ", ".join(map(str, sorted(rows)))
+def _listed(rows: Collection[int]) -> str:
+    return ", ".join(map(str, sorted(rows))) if len(rows) <= FEW else f"{min(rows)} to {max(rows)}"
 
 
 def _is_there(database: Path | None, tell: Tell) -> bool:

@@ -126,6 +126,8 @@ def test_one_search_fills_the_gaps_of_a_start_command(monkeypatch: pytest.Monkey
     assert all(one["text"].startswith("0 of 12 captured sizes have a measured entry") for one in entries.values())
     rows = {problem.rows for request in searched(monkeypatch, fix) for problem in problems(request)}
     assert rows == {1, 2, 4, 8, 16, 32, 64, 8192}
+    other = {one[0]["fix"] for what, one in doctor(*options, "--model", "pro").items() if what.startswith("entries of")}
+    assert other == {f"{fix} --model pro"}
     printed = CliRunner().invoke(app, ["doctor", *options]).stdout
     assert printed.count(fix) == 1 and printed.index(fix) > printed.index("entries of mla_decode")
 

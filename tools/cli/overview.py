@@ -103,14 +103,15 @@ def doctor_command(
     faults: there the server's own kernels answer.
     """
     from dsv4tune.codegen import devices
-    from dsv4tune.tools import doctor, explain
+    from dsv4tune.tools import coverage, doctor, explain
 
     def ask() -> doctor.Request:
         card = devices.named(device, target) if device is not None or target is not None else None
         server, tokens, _ = served(
             lambda: explain.card_for(device, target), like, gpu_memory, context, tp, draft_tokens, model=model
         )
-        return doctor.Request(card, server, tokens, db, like or "", gpu_memory or "")
+        start = coverage.Like(like, gpu_memory or "", model or "") if like is not None else None
+        return doctor.Request(card, server, tokens, db, start)
 
     request = reading(ask)
     found: list[doctor.Finding] = []
