@@ -7,19 +7,20 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import make_problem, make_trial
+from fakes import make_final, make_problem, make_trial
 from pages import LENGTHS, RANGE, write_bench, write_searches
 from typer.testing import CliRunner
 
-from dsv4tune.codegen import ops
+from dsv4tune.codegen import devices, ops
 from dsv4tune.codegen.models import FLASH, PRO, Model
 from dsv4tune.codegen.words import written
 from dsv4tune.runtime import wanted
+from dsv4tune.runtime.wanted import Server
 from dsv4tune.tools import like
 from dsv4tune.tools.cli import app
 from dsv4tune.tools.report import budget, collect, knobs, page, plots
@@ -44,6 +45,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+PRO_128K = "python3 -m sglang.launch_server --model V4-Pro --tp 8 --context-length 131072 --cuda-graph-max-bs 16"
 #: Row counts as a server captures them.
 CAPTURED = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16))
 
@@ -77,7 +79,8 @@ def test_it_tells_what_was_tuned_and_what_is_missing(made: Path) -> None:
     assert "dsv4tune search --kernel indexer --rows 72,144,288,512 --context 1M" in text
     assert "64 rows , 262,208 columns measured" in text and "dialect=triton schedule=persistent" in text
     # 21 layers of 1 row at 512 tokens: 3.0032 µs and nearly nothing on top after, times 1.2 before.
-    assert "512 75.7 63.1 12.6 1.20" in text
+    assert "context saved µs 512 12.6" in text and "mla_decode c4: 21 layers, the server&#39;s own kernel, not" in text
+    assert "on each rank, with 8 query heads and a context of up to 1M tokens" in text
     assert "torch" in text, "the bench's other kernels"
     assert "shipped with dsv4tune" in text and "h200" not in text.lower(), "what is known of this card, not of others"
 
@@ -214,21 +217,64 @@ def test_times_between_two_lengths_are_between_the_times() -> None:
     assert math.isclose(budget.between(times, 1000), 10.0)
 
 
-def test_a_step_counts_each_kernel_once_and_only_this_servers_heads(tmp_path: Path) -> None:
+def steps_of(
+    server: Server, layers: Mapping[str, int], db: Path, card: str, *kernels: str, tokens: int = 1 << 20
+) -> Any:
+    found = collect.sections(db if db.exists() else None, [], None, print)
+    steps = budget.steps(found, kernels or list(ops.OPS), layers, server, tokens, None)
+    return [step for step in steps if step.device == card]
+
+
+@pytest.fixture
+def db(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where a server would look too."""
+    monkeypatch.setenv("DSV4TUNE_DB", str(tmp_path / "tuned.db"))
+    return tmp_path / "tuned.db"
+
+
+def test_a_step_counts_each_kernel_once_and_only_this_servers_heads(db: Path) -> None:
     from serving import write_entry
 
-    write_searches(tmp_path / "tuned.db", rows=(3,), trials=3)
-    write_entry(tmp_path / "tuned.db", "mla_decode")
-    found = collect.sections(tmp_path / "tuned.db", [], None, print)
+    write_searches(db, rows=(3,), trials=3)
+    write_entry(db, "mla_decode")
 
-    def parts(model: Model, tp: int) -> list[tuple[str, int]]:
-        steps = budget.steps(found, model.layers, wanted.server(1 << 20, tp, model=model))
-        (step,) = [step for step in steps if step.device == "rtx-pro-6000"]
-        return [(part.name, part.layers) for part in step.parts]
+    def timed(model: Model, tp: int) -> list[tuple[str, int]]:
+        server = wanted.server(1 << 20, tp, rows=[3], model=model)
+        (step,) = steps_of(server, model.layers, db, "rtx-pro-6000")
+        assert sum(part.layers for part in step.parts) == sum(model.layers.values()) + model.layers["c4"]
+        return [(part.name, part.layers) for part in step.timed]
 
-    assert parts(FLASH, 8) == [("indexer", 21), ("mla_decode c4", 21)]
-    assert parts(FLASH, 4) == [("indexer", 21)]
-    assert parts(PRO, 16) == [("indexer", 30)], "as many heads, and another width of c4"
+    assert timed(FLASH, 8) == [("indexer", 21), ("mla_decode c4", 21)]
+    assert timed(FLASH, 4) == [("indexer", 21)]
+    assert timed(PRO, 16) == [("indexer", 30)], "as many heads, and another width of c4"
+
+
+def test_a_step_is_what_this_server_decides(db: Path) -> None:
+    """An entry for 1M of context serves no c128 layer of 128k, and no graph of 64 rows is captured here."""
+    start = like.read(PRO_128K, devices.named("h200"))
+    steps = steps_of(start.server, start.model.layers, db, "NVIDIA H200", tokens=start.context)
+    assert steps and {step.rows for step in steps} <= {1, 2, 4, 8, 12, 16}
+    for step in steps:
+        assert step.contexts == (512, 8192, 131_072) and step.saves and not step.compared
+        gets = {part.name: (part.gets, part.before) for part in step.parts}
+        assert gets["mla_decode c128"] == ("the server's own kernel, not timed", None)
+        assert {part.name for part in step.timed} == {"indexer", "mla_decode c4"}
+    whole = steps_of(wanted.server(1 << 20), FLASH.layers, db, "NVIDIA H200")
+    assert len(whole) > 20 and all(step.compared and step.contexts[-1] == 1 << 20 for step in whole)
+
+
+def test_where_the_servers_own_kernel_stays_a_step_has_its_time_twice(db: Path) -> None:
+    server = Baseline(name="tilelang", version="1", times_us={128: 4.0, 262_208: 1500.0})
+    measured: dict[str, Any] = {"provenance": "measured", "yardstick": "tilelang", "baseline": server}
+    store = Store(db)
+    store.add_final([make_trial(rows=2, score=0.985, final=make_final(1, won=False), **measured)])
+    store.add_all([make_trial(rows=rows, score=0.9, **measured) for rows in (8, 64)])
+    store.close()
+    lost, won = steps_of(wanted.server(1 << 20, rows=[2, 8]), FLASH.layers, db, "rtx-pro-6000", "indexer")
+    assert lost.compared and lost.before(0) == lost.after(0) == 84.0 and lost.parts[0].gets == "the server's own kernel"
+    assert won.compared and won.before(0) == 84.0 and won.after(0) == 63.0
+    # The config of both neighbours serves 16 rows, at which it wasn't timed.
+    assert steps_of(wanted.server(1 << 20, rows=[16]), FLASH.layers, db, "rtx-pro-6000", "indexer") == []
 
 
 def test_the_knob_that_decides_is_the_most_important(tmp_path: Path) -> None:

@@ -1,31 +1,44 @@
-"""How long a decode step is in our kernels, before and after: times of a launch by the layers that launch it."""
+"""How long a decode step of one server is in our kernels, before and after: a launch's times, times the layers that
+launch it, by the decisions that the server itself takes."""
 
 from __future__ import annotations
 
 import bisect
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from dsv4tune.codegen.ops.mla_decode_call import CACHES
 from dsv4tune.codegen.problem import Problem
+from dsv4tune.runtime import targets
 from dsv4tune.runtime.wanted import Server
-from dsv4tune.tools.report.collect import Section, Studied
+from dsv4tune.tools import explain
+from dsv4tune.tools.report.collect import Section
 from dsv4tune.tuned.records import Entry
+from dsv4tune.tuned.selector import Decision
 
 #: Tokens for an entry of each compressed cache.
 _RATIOS = {"c4": 4, "c128": 128}
+#: Of every server, as far as its own context goes; in tokens.
+_CONTEXTS = (512, 8192, 131_072)
 
 
 @dataclass(frozen=True)
 class Part:
-    """One kernel's share of a step: microseconds at each context, before None where no server kernel was timed."""
+    """One kernel's share of a step, in microseconds at each context.
+
+    Attributes:
+        gets: what the server runs here, in words.
+        before: of the server's own kernel; None where it was not timed.
+        after: of what runs here; None where that was not timed at these rows.
+    """
 
     name: str
     layers: int
-    entry: Entry
-    before: tuple[float, ...] | None
-    after: tuple[float, ...]
+    gets: str
+    before: tuple[float, ...] | None = None
+    after: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -38,14 +51,24 @@ class Step:
     parts: tuple[Part, ...]
 
     @property
+    def timed(self) -> list[Part]:
+        return [part for part in self.parts if part.after is not None]
+
+    @property
     def compared(self) -> bool:
-        return all(part.before is not None for part in self.parts)
+        """Whether every kernel was timed, before and after."""
+        return all(part.before is not None and part.after is not None for part in self.parts)
+
+    @property
+    def saves(self) -> bool:
+        """Whether it is known what the timed kernels save, though not of how much."""
+        return all(part.before is not None for part in self.timed)
 
     def before(self, at: int) -> float:
         return sum(part.before[at] for part in self.parts if part.before is not None)
 
     def after(self, at: int) -> float:
-        return sum(part.after[at] for part in self.parts)
+        return sum(part.after[at] for part in self.parts if part.after is not None)
 
 
 def read_layers(text: str) -> dict[str, int]:
@@ -63,56 +86,51 @@ def read_layers(text: str) -> dict[str, int]:
     return found
 
 
-def steps(sections: Sequence[Section], layers: Mapping[str, int], server: Server) -> list[Step]:
-    """A step for each card and row count that some kernel has an entry for, prompts left out.
+def steps(
+    sections: Sequence[Section],
+    kernels: Sequence[str],
+    layers: Mapping[str, int],
+    server: Server,
+    context: int,
+    database: Path | None,
+) -> list[Step]:
+    """A step of this server for each card, and each of its row counts at which most kernels were timed; no prompts.
 
-    Where something was measured on a card, what is only predicted for it is left out: a server keeps its own kernel
-    there, whose time isn't known.
+    A layer whose call has no entry keeps the server's own kernel, before and after. Only a card of which nothing was
+    measured has steps of what is predicted.
 
     Args:
+        kernels: that the step is of.
         layers: by compressed cache.
-        server: MLA decodes with other heads, or with c4 caches of another width, are of other servers.
+        context: tokens, of the server.
+        database: None for the one that a server would read.
     """
-    cards: dict[tuple[str, int], list[Studied]] = {}
-    for section in sections:
-        for one in section.studied:
-            if one.best is not None and _served(one.problem, server) and not one.range.causal:
-                cards.setdefault((section.device.name, one.problem.rows), []).append(one)
-    measured = {card for (card, _), some in cards.items() if any(_measured(one) for one in some)}
+    contexts = (*(tokens for tokens in _CONTEXTS if tokens < context), context)
+    cards = {section.device.silicon: section.device for section in sections}
     found = []
-    for (card, rows), some in sorted(cards.items()):
-        studied = [one for one in some if card not in measured or _measured(one)]
-        # One part for each kernel and cache: the widest range that was tried.
-        chosen: dict[str, Studied] = {}
-        for one in sorted(studied, key=lambda one: one.range.width):
-            chosen[part_name(one.problem)] = one
-        width = max((one.range.width for one in chosen.values() if one.problem.op == "indexer"), default=32768)
-        contexts = tuple(n * 4 for n in (128, 2048, 32768, width) if n <= width)
-        parts = [_part(name, one, layers, contexts) for name, one in sorted(chosen.items())]
-        found.append(Step(card, rows, tuple(dict.fromkeys(contexts)), tuple(p for p in parts if p.layers)))
-    return _complete([step for step in found if step.parts])
+    for silicon, device in sorted(cards.items(), key=lambda item: item[1].name):
+        studied = [one for section in sections if section.device.silicon == silicon for one in section.studied]
+        measured = any(one.best is not None and one.best.provenance == "measured" for one in studied)
+        request = explain.Request(
+            replace(server, prefill_rows=()), kernels, device.card(), "measured" if measured else "predicted", database
+        )
+        # What can't be read was told by the look at the captured sizes.
+        decisions = [decision for _, decision in explain.decide(request, lambda line: None)]
+        by_place = {(part_name(d.problem), d.problem.rows): d for d in decisions}
+        whole = []
+        for rows in sorted(set(server.rows)):
+            names = {name: layers.get(cache, 0) for name, cache in _kinds(kernels)}
+            parts = [_part(n, c, by_place.get((n, rows)), contexts) for n, c in names.items() if c]
+            whole.append(Step(device.name, rows, contexts, tuple(parts)))
+        most = max(len(step.timed) for step in whole)
+        found += [step for step in whole if most and len(step.timed) == most]
+    return found
 
 
-def _served(problem: Problem, server: Server) -> bool:
-    if problem.op != "mla_decode":
-        return True
-    extra = (getattr(problem, "extra_page_size", 0), getattr(problem, "extra_width", 0))
-    # The width of a c128 cache is that of a context: the widest tells of all shorter ones.
-    return getattr(problem, "heads", 0) in server.heads and (CACHES.get(extra[0]) != "c4" or extra in server.extras)
-
-
-def _measured(one: Studied) -> bool:
-    return one.best is not None and one.best.provenance == "measured"
-
-
-def _complete(steps: Sequence[Step]) -> list[Step]:
-    """Those that name every kernel that some step of the card has, so that none leaves one out unsaid."""
-    names: dict[str, set[str]] = {}
-    for step in steps:
-        names.setdefault(step.device, set()).update(part.name for part in step.parts)
-    whole = [step for step in steps if {part.name for part in step.parts} == names[step.device]]
-    cards = {step.device for step in whole}
-    return [*whole, *(step for step in steps if step.device not in cards)]
+def _kinds(kernels: Sequence[str]) -> list[tuple[str, str]]:
+    """Each kernel that a step may have, and the compressed cache of the layers that launch it."""
+    found = [("indexer", "c4")] if "indexer" in kernels else []
+    return found + [(f"mla_decode {cache}", cache) for cache in sorted(CACHES.values()) if "mla_decode" in kernels]
 
 
 def part_name(problem: Problem) -> str:
@@ -122,16 +140,35 @@ def part_name(problem: Problem) -> str:
     return f"mla_decode {CACHES.get(cache, cache)}"
 
 
-def _part(name: str, one: Studied, layers: Mapping[str, int], contexts: Sequence[int]) -> Part:
-    assert one.best is not None
-    cache = "c4" if one.problem.op == "indexer" else CACHES.get(getattr(one.problem, "extra_page_size", 0), "none")
-    count = layers.get(cache, 0)
-    most = max(one.range.lengths)
-    lives = [min(most, max(1, context // _RATIOS.get(cache, 1))) for context in dict.fromkeys(contexts)]
-    after = tuple(count * between(one.best.times_us, live) for live in lives)
-    beside = one.best.baseline
-    before = tuple(count * between(beside.times_us, live) for live in lives) if beside is not None else None
-    return Part(name, count, one.best, before, after)
+def _part(name: str, layers: int, decision: Decision | None, contexts: Sequence[int]) -> Part:
+    if decision is None:
+        return Part(name, layers, "the server's own kernel, not timed")
+    entry, ours = decision.entry, decision.entry is not None
+    if entry is None:
+        entry = _beside(decision)
+        if entry is None:
+            return Part(name, layers, "the server's own kernel, not timed")
+    elif entry.problem_key != decision.problem.key:
+        return Part(name, layers, "the config of both neighbours, not timed at these rows")
+    ratio = _RATIOS.get("c4" if name == "indexer" else name.split()[-1], 1)
+    lives = [min(max(entry.range.lengths), max(1, context // ratio)) for context in contexts]
+    beside = entry.baseline
+    before = tuple(layers * between(beside.times_us, live) for live in lives) if beside is not None else None
+    if not ours:
+        return Part(name, layers, "the server's own kernel", before, before)
+    return Part(name, layers, entry.provenance, before, tuple(layers * between(entry.times_us, n) for n in lives))
+
+
+def _beside(decision: Decision) -> Entry | None:
+    """The entry that was no ground to replace the server's own kernel, and beside which that was timed; or None."""
+    problem = decision.problem
+    theirs = targets.baselines(problem.silicon.arch).get(problem.op)
+    width = decision.width if problem.op == "indexer" else 0
+    for entry in (one.found.entry for one in decision.considered):
+        fits = entry.problem_key == problem.key and entry.range.width >= width
+        if fits and entry.baseline is not None and entry.baseline.name == theirs:
+            return entry
+    return None
 
 
 def between(times: Mapping[int, float], live: int) -> float:

@@ -15,6 +15,7 @@ import jinja2
 from plotly.offline import get_plotlyjs
 
 from dsv4tune import __version__
+from dsv4tune.codegen import ops
 from dsv4tune.runtime.wanted import Server
 from dsv4tune.tools import coverage, peers
 from dsv4tune.tools.like import spread
@@ -39,7 +40,7 @@ class Request:
 
     Attributes:
         database: None for the one that a server would read, which need not be there.
-        server: whose captured sizes are looked at.
+        server: whose captured sizes and steps are looked at.
         context: tokens, of that server.
         layers: of the model, by compressed cache.
         command: the start command that `server` was read from, or "".
@@ -100,7 +101,8 @@ def render(request: Request, say: Say) -> str:
     if not found:
         raise ValueError("nothing to report: run a search first, or name another database with --db")
     views = [_view(section, request, database_read, say) for section in found]
-    steps = budget.steps(found, request.layers, request.server)
+    kernels = list(ops.OPS) if request.kernel is None else [request.kernel]
+    steps = budget.steps(found, kernels, request.layers, request.server, request.context, database_read)
     loader = jinja2.PackageLoader("dsv4tune.tools.report", ".")
     environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
     environment.filters |= {"us": _us, "ratio": _ratio, "tokens": _tokens, "signed": _signed}
@@ -117,7 +119,7 @@ def render(request: Request, say: Say) -> str:
         sections=views,
         totals=_totals(views),
         steps=_steps(steps),
-        compared={step.compared for step in steps},
+        shown={"compared" if step.compared else "saves" if step.saves else "predicted" for step in steps},
         style=folder.joinpath("page.css").read_text(encoding="utf-8"),
         script=folder.joinpath("page.js").read_text(encoding="utf-8"),
         plotly=get_plotlyjs(),
@@ -289,7 +291,7 @@ def _steps(steps: Sequence[Step]) -> list[Cards]:
         chart: Chart | None = None
         if step.compared:
             before = {part.name: part.before for part in step.parts if part.before is not None}
-            after = {part.name: part.after for part in step.parts}
+            after = {part.name: part.after for part in step.parts if part.after is not None}
             chart = plots.step([_tokens(n) for n in step.contexts], before, after)
         title = f"{step.rows} row{'s' if step.rows != 1 else ''} on {step.device}"
         grouped.setdefault(step.device, []).append(Card(step.rows, title, {"step": step, "chart": chart}))
