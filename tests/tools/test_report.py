@@ -25,6 +25,7 @@ from dsv4tune.tools import like
 from dsv4tune.tools.cli import app
 from dsv4tune.tools.report import budget, collect, knobs, page, plots
 from dsv4tune.tuned.records import Baseline
+from dsv4tune.tuned.selector import shipped
 from dsv4tune.tuned.store import Store
 
 
@@ -275,6 +276,50 @@ def test_where_the_servers_own_kernel_stays_a_step_has_its_time_twice(db: Path) 
     assert won.compared and won.before(0) == 84.0 and won.after(0) == 63.0
     # The config of both neighbours serves 16 rows, at which it wasn't timed.
     assert steps_of(wanted.server(1 << 20, rows=[16]), FLASH.layers, db, "rtx-pro-6000", "indexer") == []
+
+
+def test_a_prediction_for_a_silicon_stands_beside_what_was_measured_on_it(db: Path) -> None:
+    """The word of our table and the driver's name are one card; what that card's server captures counts once."""
+    found = [make_trial(rows=rows, device="h200") for rows in (1, 16)]
+    store = Store(db)
+    store.add_all(found)
+    store.close()
+    (section,) = collect.sections(db, [], "indexer", print)
+    assert section.device.name == "NVIDIA H200" and section.trials == 2
+    for kernel in ("indexer", "mla_decode"):
+        assert {s.device.name for s in collect.sections(db, [], None, print) if s.kernel == kernel} == {"NVIDIA H200"}
+    report("--kernel", "indexer", "-o", db.parent / "report.html")
+    text = text_of(db.parent / "report.html")
+    assert "of 52 captured call shapes with a measured entry A decode" in text
+    assert "1 row, predicted" in text and "1 row, measured" in text
+
+
+def test_of_several_cards_the_shapes_of_one_server_count(db: Path) -> None:
+    report("--kernel", "indexer", "-o", db.parent / "report.html")
+    assert "of 52 captured call shapes with a measured entry on NVIDIA H200" in text_of(db.parent / "report.html")
+
+
+def test_one_card_alone(db: Path) -> None:
+    out = db.parent / "report.html"
+    store = Store(db)
+    store.add(make_trial())
+    store.close()
+    report("--device", "h200", "--kernel", "indexer", "-o", out)
+    text = text_of(out)
+    assert "indexer on NVIDIA H200" in text and "rtx-pro-6000" not in text and "0 trials in the database" in text
+    says = report("--device", "gb10", "--kernel", "mla_decode", "-o", out, code=2).stderr
+    assert "nothing to report of gb10: run a search first" in says
+    assert "did you mean 'gb10'" in report("--device", "gb1", "-o", out, code=2).stderr
+
+
+def test_what_is_shipped_too_is_shown_once(db: Path) -> None:
+    entry = next(e for e in shipped() if e.device.name == "rtx-pro-6000" and e.problem["op"] == "indexer")
+    store = Store(db)
+    store.add(entry.trial(""))
+    store.close()
+    (section,) = collect.sections(db, [], "indexer", print)
+    assert [one.origin for one in section.studied if one.problem.key == entry.problem_key] == [str(db)]
+    assert len(section.studied) > 1, "what else is shipped for this card"
 
 
 def test_the_knob_that_decides_is_the_most_important(tmp_path: Path) -> None:

@@ -46,6 +46,7 @@ def report_command(
     model: ModelName = None,
     tp: Tp = None,
     draft_tokens: Drafts = None,
+    device: Card = None,
     layers: Annotated[
         str | None,
         typer.Option(
@@ -70,11 +71,12 @@ def report_command(
         fail(f"a report needs {error.name}, which is not installed: pip install plotly")
 
     def render() -> str:
+        named = devices.named(device) if device is not None else None
         # Batches follow from the memory: of the GPU here, else of the card that the shipped entries are for.
-        card = devices.here() or devices.named("h200")
+        card = named or devices.here() or devices.named("h200")
         server, tokens, of = served(lambda: card, like, gpu_memory, context, tp, draft_tokens, model=model)
         counts = of.layers if layers is None else budget.read_layers(layers)
-        wanted = page.Request(db, bench or (), kernel, server, tokens, counts, like or "")
+        wanted = page.Request(db, bench or (), kernel, server, tokens, counts, like or "", named)
         return page.render(wanted, say)
 
     text = reading(render)

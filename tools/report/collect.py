@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,7 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from dsv4tune.codegen import devices, ops
 from dsv4tune.codegen.ops.mla_decode_call import CACHES
-from dsv4tune.codegen.problem import Problem
+from dsv4tune.codegen.problem import Problem, Silicon
+from dsv4tune.codegen.space import Config
 from dsv4tune.tools.measure import floors_us
 from dsv4tune.tuned.records import DeviceRecord, Entry, Positive, Range, Share, Tried, reason_of
 from dsv4tune.tuned.selector import shipped
@@ -121,7 +122,7 @@ class Studied:
 
 @dataclass(frozen=True)
 class Section:
-    """One kernel on one card."""
+    """One kernel on one silicon, under the name of a card that has it."""
 
     kernel: str
     device: DeviceRecord
@@ -137,19 +138,23 @@ class Section:
         return sum(len(one.trials) for one in self.studied)
 
 
-@dataclass
-class _Found:
-    device: DeviceRecord
-    studied: list[Studied] = field(default_factory=list)
+def _naming(one: Studied) -> tuple[bool, bool, bool, str]:
+    """Orders problems by how good a name their device's is for its silicon: one that was measured on goes first, then a
+    driver's product name before our word for it, then the user's own."""
+    measured = one.best is not None and one.best.provenance == "measured"
+    return not measured, one.device.name in devices.DEVICES, not one.trials, one.device.name
 
 
-def sections(path: Path | None, benches: Sequence[Bench], kernel: str | None, say: Say) -> list[Section]:
-    """What is known, by kernel and card; those with trials of the user's own go first.
+def sections(
+    path: Path | None, benches: Sequence[Bench], kernel: str | None, say: Say, silicon: Silicon | None = None
+) -> list[Section]:
+    """What is known, by kernel and silicon; those with trials of the user's own go first.
 
-    With a database of one's own, other cards' shipped entries are left out.
+    With a database of one's own, other cards' shipped entries are left out, and so is what is in both.
 
     Args:
         path: the database, None for none.
+        silicon: only this one.
 
     Raises:
         StoreError: the database can't be read.
@@ -157,34 +162,43 @@ def sections(path: Path | None, benches: Sequence[Bench], kernel: str | None, sa
     """
     if kernel is not None:
         ops.get(kernel)
-    grouped: dict[tuple[str, str, str], _Found] = {}
-
-    def add(one: Studied) -> None:
-        key = (one.problem.op, one.device.capability, one.device.name)
-        grouped.setdefault(key, _Found(one.device)).studied.append(one)
-
-    known = set()
+    grouped: dict[tuple[str, Silicon], list[Studied]] = {}
+    measured: set[str] = set()
+    known: set[tuple[Any, ...]] = set()
     if path is not None:
         for one in _stored(path, kernel):
-            known.add((one.problem.key, one.best.provenance if one.best is not None else ""))
-            add(one)
-    cards = {group.device.silicon for group in grouped.values()}
-    benched = {bench.device for bench in benches}
+            if silicon is not None and one.device.silicon != silicon:
+                continue
+            if one.best is not None:
+                known.add(_content(one.best))
+                if one.best.provenance == "measured":
+                    measured.add(one.problem.key)
+            grouped.setdefault((one.problem.op, one.device.silicon), []).append(one)
+    cards = {of for _, of in grouped} if silicon is None else {silicon}
+    benched = {bench.device for bench in benches} if silicon is None else set()
     for entry in shipped():
         asked = kernel is None or entry.problem["op"] == kernel
         near = not cards or entry.device.silicon in cards or entry.device.name in benched
-        if asked and near and (entry.problem_key, "measured") not in known:
+        if asked and near and entry.problem_key not in measured and _content(entry) not in known:
             problem = ops.problem_from_json(entry.problem)
-            add(Studied(problem, entry.range, entry.device, (), entry, "shipped with dsv4tune"))
+            one = Studied(problem, entry.range, entry.device, (), entry, "shipped with dsv4tune")
+            grouped.setdefault((problem.op, entry.device.silicon), []).append(one)
     found = []
-    for (op, _, name), group in grouped.items():
-        studied = sorted(group.studied, key=lambda one: (one.range.causal, one.problem.rows, one.problem.key))
-        mine = [bench for bench in benches if bench.kernel == op and bench.device == name]
-        found.append(Section(op, group.device, tuple(studied), tuple(mine)))
+    for (op, of), group in grouped.items():
+        alike = [one for (_, other), some in grouped.items() if other == of for one in some]
+        studied = sorted(group, key=lambda one: (one.range.causal, one.problem.rows, one.problem.key))
+        names = {one.device.name for one in alike}
+        mine = [bench for bench in benches if bench.kernel == op and bench.device in names]
+        found.append(Section(op, min(alike, key=_naming).device, tuple(studied), tuple(mine)))
     for bench in benches:
         if not any(bench in section.benches for section in found):
-            say(f"{bench.path} is of {bench.kernel} on {bench.device}, of which nothing else is known: left out")
+            say(f"{bench.path} is of {bench.kernel} on {bench.device}, of which nothing else is shown: left out")
     return sorted(found, key=lambda section: (-section.trials, section.kernel, section.device.name))
+
+
+def _content(entry: Entry) -> tuple[Any, ...]:
+    """What two entries that are shown alike have in common."""
+    return entry.problem_key, entry.provenance, Config(entry.config).key, entry.range.model_dump_json()
 
 
 def _stored(path: Path, kernel: str | None) -> Iterator[Studied]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -16,6 +15,8 @@ from plotly.offline import get_plotlyjs
 
 from dsv4tune import __version__
 from dsv4tune.codegen import ops
+from dsv4tune.codegen.devices import Device
+from dsv4tune.codegen.problem import Silicon
 from dsv4tune.runtime.wanted import Server
 from dsv4tune.tools import coverage, peers
 from dsv4tune.tools.like import spread
@@ -44,6 +45,7 @@ class Request:
         context: tokens, of that server.
         layers: of the model, by compressed cache.
         command: the start command that `server` was read from, or "".
+        card: whose silicon alone is shown; None for all.
     """
 
     database: Path | None
@@ -53,6 +55,7 @@ class Request:
     context: int
     layers: Mapping[str, int]
     command: str = ""
+    card: Device | None = None
 
 
 @dataclass(frozen=True)
@@ -97,9 +100,11 @@ def render(request: Request, say: Say) -> str:
     else:
         database_read = database
     benches = [collect.read_bench(path) for path in request.benches]
-    found = collect.sections(database_read, benches, request.kernel, say)
+    silicon = request.card.silicon if request.card is not None else None
+    found = collect.sections(database_read, benches, request.kernel, say, silicon)
     if not found:
-        raise ValueError("nothing to report: run a search first, or name another database with --db")
+        of = f" of {request.card.name}" if request.card is not None else ""
+        raise ValueError(f"nothing to report{of}: run a search first, or name another database with --db")
     views = [_view(section, request, database_read, say) for section in found]
     kernels = list(ops.OPS) if request.kernel is None else [request.kernel]
     steps = budget.steps(found, kernels, request.layers, request.server, request.context, database_read)
@@ -139,13 +144,22 @@ def _totals(views: Sequence[dict[str, Any]]) -> dict[str, Any]:
         for length, us in entry.times_us.items()
         if (before := entry.baseline.times_us.get(length)) is not None
     ]
-    strips = [strip for view in views for strip in view["strips"]]
+    # A server runs on one card: of several, that of the most trials, else of the most entries for this server.
+    counted: dict[Silicon, dict[str, Any]] = {}
+    for view in views:
+        section = view["section"]
+        of = counted.setdefault(
+            section.device.silicon, {"card": section.device.name, "trials": 0, "covered": 0, "captured": 0}
+        )
+        of["trials"] += section.trials
+        of["covered"] += sum(strip.count("exact", "between") for strip in view["strips"])
+        of["captured"] += sum(len(strip.cells) for strip in view["strips"])
     return {
         "entries": len(entries),
         "measured": sum(entry.provenance == "measured" for entry in entries),
         "best": max(speeds, default=None),
-        "covered": sum(strip.count("exact", "between") for strip in strips),
-        "captured": sum(len(strip.cells) for strip in strips),
+        "cards": len(counted),
+        **max(counted.values(), key=lambda of: (of["trials"], of["covered"])),
     }
 
 
@@ -201,9 +215,18 @@ def _family(name: str, of: str, studied: Sequence[Studied], section: Section, se
 
 
 def _of(studied: Sequence[Studied], shown: Sequence[Any]) -> list[Card]:
-    """What there is of each problem; titled with its columns too where it was tried over several widths."""
-    times = Counter(one.title for one in studied)
-    titles = [one.title + f", {one.range.width:,} columns" * (times[one.title] > 1) for one in studied]
+    """What there is of each problem; titled with its columns too where it was tried over several widths, and with its
+    evidence where there is a prediction beside what was measured."""
+    titles = [one.title for one in studied]
+    details = (
+        [f", {one.range.width:,} columns" for one in studied],
+        [f", {one.best.provenance}" if one.best is not None else "" for one in studied],
+    )
+    for detail in details:
+        kinds: dict[str, set[str]] = {}
+        for title, more in zip(titles, detail, strict=True):
+            kinds.setdefault(title, set()).add(more)
+        titles = [title + more * (len(kinds[title]) > 1) for title, more in zip(titles, detail, strict=True)]
     return [
         Card(one.problem.rows, title, what, one.range.causal)
         for one, title, what in zip(studied, titles, shown, strict=True)
