@@ -163,15 +163,15 @@ class Model:
         """Where it was fitted, and how well it ranked what it had not seen there, by what it would rank `device` by:
         without the effects where they are another architecture's."""
         cards = dict.fromkeys(f"{one.target} ({one.device.removeprefix('NVIDIA ')})" for one in self.sources)
-        rows: dict[str, set[int]] = {}
-        for one in self.sources:
-            rows.setdefault(one.op, set()).update(one.rows)
-        over = [f"{op}, rows {', '.join(map(str, sorted(of)))}" for op, of in rows.items()]
         own = device.silicon.target in self.effects
-        ranked = [(one.trials.effects if own else one.trials.constants, one.recording) for one in self.left_out]
-        figures = ", ".join(f"{figure:.2f} {name}" for figure, name in ranked if figure is not None)
-        text = f"fitted on {', '.join(cards)}: {'; '.join(over)}"
-        return f"{text}; rank correlation with what was measured there: {figures}" if figures else text
+        ranked = [(one.recording, one.trials.effects if own else one.trials.constants) for one in self.left_out]
+        told = []
+        for op in dict.fromkeys(one.op for one in self.sources):
+            figures = [figure for name, figure in ranked if figure is not None and name.startswith(op)]
+            if figures:
+                told.append(f"{op} {min(figures):.2f} to {max(figures):.2f}")
+        text = f"fitted on {', '.join(cards)}"
+        return f"{text}; rank correlation with what was measured there: {', '.join(told)}" if told else text
 
 
 def _number(value: object) -> bool:

@@ -10,13 +10,14 @@ from dataclasses import dataclass, field, replace
 from importlib import metadata
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, cast
 
 from dsv4tune.codegen import devices, ops
 from dsv4tune.codegen.compile import Kernel, Report, compile_source, first_line, ptxas_version
 from dsv4tune.codegen.op import Op
 from dsv4tune.codegen.ops.indexer import PREFILL_ROWS
 from dsv4tune.codegen.problem import Problem, Silicon
+from dsv4tune.codegen.words import counted
 from dsv4tune.runtime import compilers, kernels
 from dsv4tune.runtime.compilers import Job, Outcome
 from dsv4tune.runtime.dispatch import Key
@@ -335,7 +336,7 @@ def _said(choice: Choice) -> str:
         f"{us:.2f}{f'/{beside[n]:.2f}' if n in beside else ''} us at {n}" for n, us in sorted(entry.times_us.items())
     )
     note = f"; {choice.note}" if choice.note else ""
-    where = f"{entry.provenance} on {entry.device.name}, {entry.problem['rows']} rows"
+    where = f"{entry.provenance} on {entry.device.name}, {counted(cast(int, entry.problem['rows']), 'row')}"
     return (
         f"{choice.decision.config.brief}; {where}: {times}, {entry.score:.3f} of {entry.yardstick}; "
         f"{choice.decision.origin}, {choice.decision.why}{note}"

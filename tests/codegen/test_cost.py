@@ -38,11 +38,12 @@ def test_the_shipped_model_says_where_it_comes_from() -> None:
     assert {(one.target, one.op) for one in model.sources} == {("sm_90", "indexer"), ("sm_90", "mla_decode")}
     assert all(one.configs > 100 and one.rows for one in model.sources) and len(model.left_out) >= 2
     at_home, elsewhere = model.says(CARD), model.says(DEVICES["rtx-pro-6000"])
-    assert at_home.startswith("fitted on sm_90 (H200): indexer, rows 1, 16, 64")
-    first = model.left_out[0]
+    assert at_home.startswith("fitted on sm_90 (H200); rank correlation with what was measured there: indexer 0.")
     # What it says for another card is what its constants alone reached.
-    assert f"{first.trials.effects:.2f} {first.recording}" in at_home
-    assert f"{first.trials.constants:.2f} {first.recording}" in elsewhere
+    for said, judged in ((at_home, "effects"), (elsewhere, "constants")):
+        for op in ("indexer", "mla_decode"):
+            figures = [getattr(one.trials, judged) for one in model.left_out if one.recording.startswith(op)]
+            assert f"{op} {min(figures):.2f} to {max(figures):.2f}" in said
 
 
 def test_the_bar_is_reached_by_every_recording() -> None:

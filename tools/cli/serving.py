@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from dsv4tune.codegen.space import Config
+from dsv4tune.codegen.words import counted
 from dsv4tune.tools.cli.options import (
     AsJson,
     Card,
@@ -97,7 +98,7 @@ def explain_command(
         else:
             score = f"{chosen['score']:.3f} of {chosen['yardstick']}"
             echo(f"  {Config(chosen['config']).brief}")
-            where = f"{chosen['provenance']} on {chosen['device']}, {chosen['rows']} rows"
+            where = f"{chosen['provenance']} on {chosen['device']}, {counted(chosen['rows'], 'row')}"
             echo(f"  {where}: {times_of(chosen['times_us'])}; {score}")
             echo(f"  from {chosen['origin']}, {one['why']}")
         for line in one["refused"]:
