@@ -250,6 +250,10 @@ def test_a_step_counts_each_kernel_once_and_only_this_servers_heads(db: Path) ->
     assert timed(PRO, 16) == [("indexer", 30)], "as many heads, and another width of c4"
 
 
+def test_a_kernel_that_no_server_calls_has_no_step(db: Path) -> None:
+    assert steps_of(wanted.server(1 << 20), FLASH.layers, db, "NVIDIA H200", "row_sum") == []
+
+
 def test_a_step_is_what_this_server_decides(db: Path) -> None:
     """An entry for 1M of context serves no c128 layer of 128k, and no graph of 64 rows is captured here."""
     start = like.read(PRO_128K, devices.named("h200"))

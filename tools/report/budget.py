@@ -12,7 +12,7 @@ from pathlib import Path
 from dsv4tune.codegen.ops.mla_decode_call import CACHES
 from dsv4tune.codegen.problem import Problem
 from dsv4tune.runtime import targets
-from dsv4tune.runtime.wanted import Server
+from dsv4tune.runtime.wanted import CALLS, Server
 from dsv4tune.tools import explain
 from dsv4tune.tools.report.collect import Section
 from dsv4tune.tuned.records import Entry
@@ -100,11 +100,14 @@ def steps(
     measured has steps of what is predicted.
 
     Args:
-        kernels: that the step is of.
+        kernels: that the step is of; none of one that no server calls.
         layers: by compressed cache.
         context: tokens, of the server.
         database: None for the one that a server would read.
     """
+    kernels = [kernel for kernel in kernels if kernel in CALLS]
+    if not kernels:
+        return []
     contexts = (*(tokens for tokens in _CONTEXTS if tokens < context), context)
     cards = {section.device.silicon: section.device for section in sections}
     found = []
