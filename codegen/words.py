@@ -30,6 +30,11 @@ def ranges(some: Collection[int], every: Iterable[int]) -> str:
     return ", ".join(f"{r[0]}-{r[-1]}" if len(r) > 2 else ", ".join(map(str, r)) for r in runs if r)
 
 
+def listed(numbers: Collection[int]) -> str:
+    """``1, 2, 8``; of many the ends, ``1 to 512``."""
+    return ", ".join(map(str, sorted(numbers))) if len(numbers) <= 8 else f"{min(numbers)} to {max(numbers)}"
+
+
 def written(tokens: int) -> str:
     """A context as the command line takes it: 1M, 128k, 1000."""
     for unit, size in (("M", 1 << 20), ("k", 1 << 10)):

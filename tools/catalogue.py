@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from dsv4tune.codegen.op import Op
 from dsv4tune.codegen.problem import Problem
 from dsv4tune.codegen.render import Source, render
 from dsv4tune.codegen.space import Config
+from dsv4tune.codegen.words import listed
 from dsv4tune.tools.tune import best_json
 from dsv4tune.tuned.records import Trial
 from dsv4tune.tuned.store import Filter, Store
@@ -64,11 +66,18 @@ def details(path: Path, only: Filter) -> list[dict[str, Any]]:
             }
         )
     if not found:
-        keys = store.problems()
-        held = (", ".join(keys[:20]) or "nothing") + (f" and {len(keys) - 20} more" if len(keys) > 20 else "")
         wanted = " ".join([only.op or "any kernel", *only.in_key])
-        raise ValueError(f"no usable trial of {wanted} in {path}, which holds {held}: run a search")
+        raise ValueError(f"no usable trial of {wanted} in {path}, which holds {_held(store.problems())}: run a search")
     return found
+
+
+def _held(keys: Sequence[str]) -> str:
+    """Kernels and row counts of a database's problems, in a line."""
+    rows: dict[str, set[int]] = {}
+    for key in keys:
+        op, count = key.split()[0], re.search(r"rows=(\d+)", key)
+        rows.setdefault(op, set()).update([int(count[1])] if count is not None else [])
+    return "; ".join(f"{op} of {listed(some)} rows" for op, some in rows.items()) or "nothing"
 
 
 def _saved(source: Source | None) -> str | None:

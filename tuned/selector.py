@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import resources
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 from dsv4tune.codegen import ops
 from dsv4tune.codegen.problem import Problem, Silicon
 from dsv4tune.codegen.space import Config
+from dsv4tune.codegen.words import listed
 from dsv4tune.tuned.files import parsed
 from dsv4tune.tuned.reader import Stored
 from dsv4tune.tuned.records import Entry, reason_of
@@ -35,9 +36,6 @@ POLICIES: tuple[Policy, ...] = ("measured", "strict", "predicted")
 MARGIN = 0.01
 
 ONLY_PREDICTED = "predicted, not measured (policy predicted would take it)"
-
-#: Row counts that a message names; of more it names the ends.
-FEW = 8
 
 Tell = Callable[[str], None]
 
@@ -320,9 +318,9 @@ class Book:
             return guessed  # which says what stands against them
         held = {*self._shipped_rows(of, rules), *self._stored_rows(of, rules.predicted)} - {problem.rows}
         if held:
-            why = f"entries are for {_listed(held)} rows, which don't enclose these"
+            why = f"entries are for {listed(held)} rows, which don't enclose these"
         elif guesses := {*self._families.get(of, {}), *self._stored_rows(of, True)}:
-            why = f"entries are for {_listed(guesses)} rows, and predicted, not measured"
+            why = f"entries are for {listed(guesses)} rows, and predicted, not measured"
         else:
             why = self._elsewhere(problem)
         return Decision(problem, width, None, "", why)
@@ -395,10 +393,6 @@ def family(problem: Problem) -> str:
     """A problem without its rows, as the database's column has it."""
     shape = {name: value for name, value in problem.to_json().items() if name != "rows"}
     return json.dumps(shape, sort_keys=True, separators=(",", ":"))
-
-
-def _listed(rows: Collection[int]) -> str:
-    return ", ".join(map(str, sorted(rows))) if len(rows) <= FEW else f"{min(rows)} to {max(rows)}"
 
 
 def _is_there(database: Path | None, tell: Tell) -> bool:

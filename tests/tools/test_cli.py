@@ -100,6 +100,7 @@ def test_reading_commands_say_what_is_missing(db: Path, filled: Path) -> None:
         assert result.exit_code == 2 and "run a search first" in result.stderr
     result = run("show", "--db", filled, "--kernel", "indexer", "--rows", 7)
     assert result.exit_code == 2 and "no usable trial of indexer rows=7" in result.stderr
+    assert "which holds indexer of 1, 64 rows: run a search" in result.stderr
     result = run("export", "--db", filled, "-o", "/nowhere/best.json")
     assert result.exit_code == 2 and "can't write /nowhere/best.json" in result.stderr
 
