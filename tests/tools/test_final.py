@@ -254,15 +254,27 @@ def test_what_fell_behind_is_no_candidate_for_the_best(evaluation: Evaluation) -
     assert set(trial.times_us) == {128}
 
 
+#: What a trial that was measured has besides its score.
+WHOLE: dict[str, Any] = {
+    "yardstick": "tilelang", "times_us": dict.fromkeys(PROFILE.lengths, 7.0), "error": 1e-7, "checked_by": "gpu",
+}  # fmt: skip
+
+
+def compiled_trial(evaluation: Evaluation, config: Config, status: str, **result: Any) -> Trial:
+    """As a search would have stored it."""
+    evaluation._built[config] = Compiled("0" * 64, Report(**RESOURCES.model_dump()), "c" * 64), 0.1
+    return evaluation._trial(config, status, **WHOLE, **result)
+
+
 def test_the_final_is_stored_and_held_once(evaluation: Evaluation, tmp_path: Path) -> None:
     op, setup = ops.get("indexer"), evaluation.setup
     space = op.space(setup.problem, setup.device)
     configs = space.valid()[:6]
     said: list[str] = []
     store = Store(tmp_path / "tuned.db")
-    stored = [evaluation._trial(c, "ok", score=0.7 + 0.01 * n, yardstick="tilelang") for n, c in enumerate(configs)]
-    stored.append(evaluation._trial(space.valid()[7], "pruned", score=0.1))
-    stored.append(evaluation._trial(space.valid()[8], "ok", score=0.1, same_as=dict(configs[0])))
+    stored = [compiled_trial(evaluation, c, "ok", score=0.7 + 0.01 * n) for n, c in enumerate(configs)]
+    stored.append(compiled_trial(evaluation, space.valid()[7], "pruned", score=0.1))
+    stored.append(compiled_trial(evaluation, space.valid()[8], "ok", score=0.1, same_as=dict(configs[0])))
     store.add_all(stored)
     judges: Any = evaluation.pools.judges
     judges.final = {configs[1]: 8.0, configs[2]: 8.8}
@@ -279,7 +291,7 @@ def test_the_final_is_stored_and_held_once(evaluation: Evaluation, tmp_path: Pat
     assert said == [f"final of 4, 27 rounds: 0.800, the next 0.880: {configs[1].brief}"]
     hold()
     assert len(judges.asked) == 1  # nobody new
-    store.add(evaluation._trial(space.valid()[9], "ok", score=0.2, yardstick="tilelang"))
+    store.add(compiled_trial(evaluation, space.valid()[9], "ok", score=0.2))
     judges.final = {}
     judges.final[space.valid()[9]] = 9.9
     hold()
@@ -305,7 +317,7 @@ def test_a_final_is_held_anew_after_one_with_another_compiler(evaluation: Evalua
 
     for environment in (mine, other):
         evaluation.environment = environment
-        store.add(evaluation._trial(space.valid()[0], "ok", score=0.7, yardstick="tilelang"))
+        store.add(compiled_trial(evaluation, space.valid()[0], "ok", score=0.7))
     for environment, us, finals in ((mine, 8.0, 1), (mine, 8.0, 1), (other, 12.0, 2), (other, 12.0, 2), (mine, 8.0, 3)):
         hold(environment, us)
         assert len(judges.asked) == finals
@@ -319,7 +331,7 @@ def test_a_final_that_fails_costs_nothing(evaluation: Evaluation, tmp_path: Path
     setup = evaluation.setup
     space = ops.get("indexer").space(setup.problem, setup.device)
     store = Store(tmp_path / "tuned.db")
-    trial = evaluation._trial(space.valid()[0], "ok", score=0.7, yardstick="tilelang")
+    trial = compiled_trial(evaluation, space.valid()[0], "ok", score=0.7)
     store.add(trial)
     evaluation.pools.judges.ask = lambda *job: Answer(None, "timeout", reason="took longer than 30 s")  # type: ignore[method-assign]
     final.hold(evaluation, space, store, [trial], EFFORTS["quick"], said.append)
