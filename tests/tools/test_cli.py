@@ -352,4 +352,5 @@ def test_a_second_signal_costs_nothing(db: Path, number: signal.Signals) -> None
         os.killpg(search.pid, number)
         time.sleep(0.01)
     out, err = search.communicate(timeout=60)
-    assert json.loads(out)["status"] == "interrupted" and "Traceback" not in err
+    assert json.loads(out)["status"] == "interrupted"
+    assert "Traceback" not in err, err
