@@ -66,6 +66,11 @@ def named(name: str) -> Model:
     return MODELS[name]
 
 
+def by_topk(topk: int) -> Model | None:
+    """The one whose indexer selects so many entries, which is the width of its c4 cache's indices."""
+    return next((model for model in MODELS.values() if model.topk == topk), None)
+
+
 def by_path(path: Any) -> Model:
     """What a server's ``--model-path`` is taken for by its name alone: Pro where it says V4-Pro, else Flash."""
     return PRO if re.search(r"v4[-_ ]?pro(?![a-z])", str(path), re.IGNORECASE) else FLASH

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dsv4tune.codegen.devices import Device
-from dsv4tune.codegen.models import FLASH, MODELS
+from dsv4tune.codegen.models import FLASH, by_topk
 from dsv4tune.codegen.ops.mla_decode_call import CACHES
 from dsv4tune.codegen.problem import Problem
 from dsv4tune.codegen.words import written
@@ -76,8 +76,8 @@ def strips(card: Device, kernel: str, server: Server, context: int, database: Pa
         name = decision.problem.kind
         problems.setdefault(name, decision.problem)
         grouped.setdefault(name, []).append(_cell(decision, predicted[decision.problem.key]))
-    strips = [Strip(kernel, name, tuple(cells)) for name, cells in grouped.items()]
-    return [replace(strip, command=command(problems[strip.name], context, strip.open)) for strip in strips]
+    whole = [Strip(kernel, name, tuple(cells)) for name, cells in grouped.items()]
+    return [replace(strip, command=command(problems[strip.name], context, strip.open)) for strip in whole]
 
 
 def decisions(
@@ -110,7 +110,7 @@ def command(problem: Problem, context: int, rows: Sequence[int]) -> str:
         cache = CACHES.get(size, "c4")
         parts.append(f"--heads {getattr(problem, 'heads', 0)} --cache {cache}")
         if cache == "c4":
-            model = next((model for model in MODELS.values() if model.topk == width), None)
+            model = by_topk(width)
             if model is None:
                 return ""  # of a model that only --like can read
             parts += [f"--model {model}"] if model is not FLASH else []

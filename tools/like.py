@@ -97,7 +97,7 @@ class Start:
     @property
     def heads(self) -> int:
         """Query heads of a rank."""
-        return self.model.heads // self.attention_ranks
+        return self.model.heads_of(self.attention_ranks)
 
     @property
     def ratios(self) -> tuple[int, ...]:

@@ -124,11 +124,14 @@ class Proposer:
         self._under_way[config] = None
         return config
 
+    def has_trial(self, config: Config, left: int) -> bool:
+        """Whether one of the trials that are left is for this config: the given ones come before all others."""
+        return left > (0 if config in self.awaited else len(self.awaited))
+
     def pick(self, compiled: Collection[Config], left: int) -> Config | None:
         """Of those that were proposed and are compiled, the one to measure next: none where no trial is left for it."""
-        if left <= len(self.awaited):
-            compiled = [config for config in compiled if config in self.awaited]
-        if left <= 0 or not compiled:
+        compiled = [config for config in compiled if self.has_trial(config, left)]
+        if not compiled:
             return None
         config = self._chosen(compiled, self.picked)
         self.picked[config] = None
@@ -187,8 +190,7 @@ def search(
             wait = 1.0 if deadline is None else max(0.0, min(1.0, deadline - time.monotonic()))
             for config, trial in evaluator.collect(wait):
                 under_way -= 1
-                kept = 0 if config in proposer.awaited else len(proposer.awaited)
-                if config not in proposer.picked and left() <= kept:
+                if config not in proposer.picked and not proposer.has_trial(config, left()):
                     continue  # it was compiled to be chosen from, and no trial is left for it
                 finished(trial)
                 proposer.learn(config, usable_score(trial))

@@ -139,7 +139,7 @@ class Rules:
             e = entry.environment
             here = f"here are {self.triton} and {self.ptxas}"
             return f"made with Triton {e.triton} and ptxas {e.ptxas}, {here} (policy strict)"
-        if _width(problem, width) > entry.range.width:
+        if columns_asked(problem, width) > entry.range.width:
             return f"tried up to {entry.range.width} columns, asked for {width}"
         return None
 
@@ -156,8 +156,8 @@ def _lost(one: Found) -> bool:
     return one.here and one.entry.final is not None and not one.entry.final.won
 
 
-def _width(problem: Problem, width: int) -> int:
-    """Columns that the entry's range must hold; an MLA decode's are part of its problem."""
+def columns_asked(problem: Problem, width: int) -> int:
+    """Columns of a call that an entry's range must hold; an MLA decode's are part of its problem."""
     return width if problem.op == "indexer" else 0
 
 
@@ -306,7 +306,7 @@ class Book:
 
     def choose(self, problem: Problem, width: int, rules: Rules) -> Decision:
         """The entry for a call shape, or the reason why there is none."""
-        of, asked = family(problem), _width(problem, width)
+        of, asked = family(problem), columns_asked(problem, width)
         exact = self._exact(problem, width, rules, self._counted(of, problem.rows, asked, rules))
         if exact is not None:
             return exact

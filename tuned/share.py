@@ -194,8 +194,8 @@ def merged(places: Sequence[str], lost: list[str]) -> list[Entry]:
             if standing(entry, False, triton) < standing(known, False, triton):
                 best[entry.problem_key], entry = entry, known
             kept = best[entry.problem_key]
-            widths = kept.range.width, entry.range.width
-            over = "" if kept.range == entry.range else ", tried up to {} columns instead of {}".format(*widths)
+            wide, narrow = kept.range.width, entry.range.width
+            over = f", tried up to {wide} columns instead of {narrow}" if wide != narrow else ""
             lost.append(f"{entry.problem_key}: {_figure(entry)} gives way to {_figure(kept)}{over}")
     return [best[key] for key in sorted(best)]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from dsv4tune.codegen.later import torch
-from dsv4tune.codegen.models import MODELS
+from dsv4tune.codegen.models import by_topk
 from dsv4tune.codegen.problem import Problem
 from dsv4tune.codegen.words import written
 
@@ -98,7 +98,7 @@ class MlaDecodeProblem(Problem):
             # 128k has 17 of them, as any other up to 136k.
             tokens = (width // 64 - 1) * 8192
             return f" at a context of about {written(tokens)}" if tokens else " at a context below 8k"
-        model = next((model for model in MODELS.values() if model.topk == width), None) if cache == "c4" else None
+        model = by_topk(width) if cache == "c4" else None
         return f" of {model.title}" if model is not None else f" with {width} columns"
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from dsv4tune.codegen.models import RATIOS
 from dsv4tune.codegen.ops.mla_decode_call import CACHES
 from dsv4tune.codegen.problem import Problem
 from dsv4tune.runtime import targets
@@ -16,10 +17,8 @@ from dsv4tune.runtime.wanted import CALLS, Server
 from dsv4tune.tools import explain
 from dsv4tune.tools.report.collect import Section
 from dsv4tune.tuned.records import Entry
-from dsv4tune.tuned.selector import Decision
+from dsv4tune.tuned.selector import Decision, columns_asked
 
-#: Tokens for an entry of each compressed cache.
-_RATIOS = {"c4": 4, "c128": 128}
 #: Of every server, as far as its own context goes; in tokens.
 _CONTEXTS = (512, 8192, 131_072)
 
@@ -122,8 +121,11 @@ def steps(
         by_place = {(part_name(d.problem), d.problem.rows): d for d in decisions}
         whole = []
         for rows in sorted(set(server.rows)):
-            names = {name: layers.get(cache, 0) for name, cache in _kinds(kernels)}
-            parts = [_part(n, c, by_place.get((n, rows)), contexts) for n, c in names.items() if c]
+            parts = [
+                _part(name, layers[cache], RATIOS[cache], by_place.get((name, rows)), contexts)
+                for name, cache in _kinds(kernels)
+                if layers.get(cache)
+            ]
             whole.append(Step(device.name, rows, contexts, tuple(parts)))
         most = max(len(step.timed) for step in whole)
         found += [step for step in whole if most and len(step.timed) == most]
@@ -143,21 +145,18 @@ def part_name(problem: Problem) -> str:
     return f"mla_decode {CACHES.get(cache, cache)}"
 
 
-def _part(name: str, layers: int, decision: Decision | None, contexts: Sequence[int]) -> Part:
-    if decision is None:
+def _part(name: str, layers: int, ratio: int, decision: Decision | None, contexts: Sequence[int]) -> Part:
+    ours = decision.entry if decision is not None else None
+    entry = ours or (_beside(decision) if decision is not None else None)
+    if decision is None or entry is None:
         return Part(name, layers, "the server's own kernel, not timed")
-    entry, ours = decision.entry, decision.entry is not None
-    if entry is None:
-        entry = _beside(decision)
-        if entry is None:
-            return Part(name, layers, "the server's own kernel, not timed")
-    elif entry.problem_key != decision.problem.key:
+    if entry.problem_key != decision.problem.key:
         return Part(name, layers, "the config of both neighbours, not timed at these rows")
-    ratio = _RATIOS.get("c4" if name == "indexer" else name.split()[-1], 1)
-    lives = [min(max(entry.range.lengths), max(1, context // ratio)) for context in contexts]
+    # Layers without a compressed cache have a window alone, whose length any context holds.
+    lives = [min(max(entry.range.lengths), max(1, context // (ratio or 1))) for context in contexts]
     beside = entry.baseline
     before = tuple(layers * between(beside.times_us, live) for live in lives) if beside is not None else None
-    if not ours:
+    if ours is None:
         return Part(name, layers, "the server's own kernel", before, before)
     return Part(name, layers, entry.provenance, before, tuple(layers * between(entry.times_us, n) for n in lives))
 
@@ -166,7 +165,7 @@ def _beside(decision: Decision) -> Entry | None:
     """The entry that was no ground to replace the server's own kernel, and beside which that was timed; or None."""
     problem = decision.problem
     theirs = targets.baselines(problem.silicon.arch).get(problem.op)
-    width = decision.width if problem.op == "indexer" else 0
+    width = columns_asked(problem, decision.width)
     for entry in (one.found.entry for one in decision.considered):
         fits = entry.problem_key == problem.key and entry.range.width >= width
         if fits and entry.baseline is not None and entry.baseline.name == theirs:

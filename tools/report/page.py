@@ -17,6 +17,7 @@ from dsv4tune import __version__
 from dsv4tune.codegen import ops
 from dsv4tune.codegen.devices import Device
 from dsv4tune.codegen.problem import Silicon
+from dsv4tune.codegen.words import counted
 from dsv4tune.runtime.wanted import Server
 from dsv4tune.tools import coverage, peers
 from dsv4tune.tools.like import spread
@@ -316,7 +317,7 @@ def _steps(steps: Sequence[Step]) -> list[Cards]:
             before = {part.name: part.before for part in step.parts if part.before is not None}
             after = {part.name: part.after for part in step.parts if part.after is not None}
             chart = plots.step([_tokens(n) for n in step.contexts], before, after)
-        title = f"{step.rows} row{'s' if step.rows != 1 else ''} on {step.device}"
+        title = f"{counted(step.rows, 'row')} on {step.device}"
         grouped.setdefault(step.device, []).append(Card(step.rows, title, {"step": step, "chart": chart}))
     return [_cards(cards) for cards in grouped.values()]
 
